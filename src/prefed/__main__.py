@@ -1,0 +1,3 @@
+from prefed.cli import main
+
+main()

@@ -1,0 +1,57 @@
+"""The public names."""
+
+from prefed import optim, schedule
+from prefed.algorithms.adaalter import AdaAlter
+from prefed.algorithms.base import ALGORITHMS, Algorithm
+from prefed.algorithms.fedavg import FedAvg, FedAvgM
+from prefed.algorithms.fedopt import FedAdagrad, FedAdam, FedYogi
+from prefed.algorithms.fedprox import FedProx
+from prefed.algorithms.prefed import PreFed
+from prefed.algorithms.prefedopt import PreFedOpt
+from prefed.algorithms.prefedsync import PreFedSync
+from prefed.algorithms.scaffold import SCAFFOLD
+from prefed.data import DATASETS, SPLITS, FederatedData, Partition
+from prefed.diagnostics import CollapseWarning
+from prefed.engines import ENGINES
+from prefed.errors import Diverged, PrefedError
+from prefed.models import MODELS
+from prefed.rules.base import Field, Rule
+from prefed.settings import Settings
+from prefed.sharing import average, keep, reset
+from prefed.simulation import Result, Simulation, simulate
+
+__all__ = [
+    "ALGORITHMS",
+    "DATASETS",
+    "ENGINES",
+    "MODELS",
+    "SCAFFOLD",
+    "SPLITS",
+    "AdaAlter",
+    "Algorithm",
+    "CollapseWarning",
+    "Diverged",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvg",
+    "FedAvgM",
+    "FedProx",
+    "FedYogi",
+    "FederatedData",
+    "Field",
+    "Partition",
+    "PreFed",
+    "PreFedOpt",
+    "PreFedSync",
+    "PrefedError",
+    "Result",
+    "Rule",
+    "Settings",
+    "Simulation",
+    "average",
+    "keep",
+    "optim",
+    "reset",
+    "schedule",
+    "simulate",
+]

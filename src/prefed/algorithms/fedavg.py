@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from prefed.algorithms.base import ALGORITHMS, Algorithm
+from prefed.rules import SGD, Rule
+from prefed.schedule import Rate
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+"""A number in [0, 1): a momentum or the decay of a moving average."""
+
+
+@ALGORITHMS.register("fedavg")
+class FedAvg(Algorithm):
+    """McMahan et al. 2017: SGD on the clients, the mean on the server."""
+
+    client_lr: Rate = 0.05
+    client_momentum: Fraction = 0.0
+    """The buffer begins at zero in each round."""
+    server_momentum: Fraction = 0.0
+
+    def client_rule(self) -> Rule:
+        return SGD(self.client_momentum)
+
+    def server_rule(self) -> Rule:
+        return SGD(self.server_momentum)
+
+
+@ALGORITHMS.register("fedavgm")
+class FedAvgM(FedAvg):
+    """Hsu et al. 2019: FedAvg with momentum on the server."""
+
+    server_momentum: Fraction = 0.9

@@ -1,0 +1,60 @@
+"""Reddi et al. 2021, Adaptive Federated Optimization: SGD on the clients, an adaptive server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import NonNegativeFloat, PositiveFloat
+
+from prefed.algorithms.base import ALGORITHMS, Algorithm
+from prefed.algorithms.fedavg import Fraction
+from prefed.rules import Adam, Rule, Yogi
+from prefed.rules.adam import AdaGradM
+from prefed.schedule import Rate
+
+
+class _FedOpt(Algorithm):
+    client_lr: Rate = 0.05
+    server_lr: Rate = 0.01
+    beta1: Fraction = 0.9
+    tau: PositiveFloat = 1e-3
+    v0: NonNegativeFloat | None = None
+    """The first v; tau^2 as in Reddi et al. if not given."""
+    bias_correction: bool = False
+    tau_inside: bool = False
+    """sqrt(v + tau^2) in place of sqrt(v) + tau."""
+
+    def moments(self) -> dict[str, Any]:
+        return {
+            "beta1": self.beta1,
+            "tau": self.tau,
+            "v0": self.tau**2 if self.v0 is None else self.v0,
+            "bias_correction": self.bias_correction,
+            "tau_inside": self.tau_inside,
+        }
+
+
+@ALGORITHMS.register("fedadagrad")
+class FedAdagrad(_FedOpt):
+    """Listing 1 of the paper; m is the pseudo-gradient itself unless beta1 is set."""
+
+    beta1: Fraction = 0.0
+
+    def server_rule(self) -> Rule:
+        return AdaGradM(**self.moments())
+
+
+@ALGORITHMS.register("fedadam")
+class FedAdam(_FedOpt):
+    beta2: Fraction = 0.99
+
+    def server_rule(self) -> Rule:
+        return Adam(beta2=self.beta2, **self.moments())
+
+
+@ALGORITHMS.register("fedyogi")
+class FedYogi(_FedOpt):
+    beta2: Fraction = 0.99
+
+    def server_rule(self) -> Rule:
+        return Yogi(beta2=self.beta2, **self.moments())

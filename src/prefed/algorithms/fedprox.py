@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import NonNegativeFloat
+from torch import Tensor
+
+from prefed.algorithms.base import ALGORITHMS, Algorithm
+from prefed.layout import Layout
+from prefed.rules import Field, Rule
+from prefed.rules.base import State
+from prefed.schedule import Rate
+
+
+@ALGORITHMS.register("fedprox")
+class FedProx(Algorithm):
+    """Li et al. 2020: FedAvg with a pull of strength mu towards the round's first weights."""
+
+    client_lr: Rate = 0.05
+    mu: NonNegativeFloat = 0.01
+
+    def client_rule(self) -> Rule:
+        return ProximalSGD(self.mu)
+
+
+@dataclass(frozen=True)
+class ProximalSGD(Rule):
+    """w -= lr * (g + mu*(w - w_start))."""
+
+    mu: float
+
+    def fields(self, layout: Layout) -> dict[str, Field]:
+        return {"w_start": Field((layout.size,))}
+
+    def begin(self, w: Tensor, state: State) -> None:
+        state["w_start"].copy_(w)
+
+    def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
+        w.add_(g.add(w - state["w_start"], alpha=self.mu), alpha=-lr)

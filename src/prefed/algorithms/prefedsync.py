@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pydantic import PositiveFloat
+from torch import Tensor
+
+from prefed.algorithms.base import ALGORITHMS, Algorithm
+from prefed.algorithms.fedavg import Fraction
+from prefed.layout import Layout
+from prefed.rules import Field, Rule
+from prefed.rules.base import State, accumulate
+from prefed.rules.covariance import Accumulate
+from prefed.schedule import Rate
+from prefed.sharing import Policy, average
+
+
+@ALGORITHMS.register("prefedsync")
+class PreFedSync(Algorithm):
+    """The paper's basic rule: the cohort's mean gradient is formed anew in every local step.
+
+    The yardstick for what PreFed loses by synchronising once a round. Each step costs every
+    client a gradient up and the mean gradient down; P is averaged at the end of a round.
+    """
+
+    client_lr: Rate = 0.01
+    tau: PositiveFloat = 1e-3
+    accumulate: Accumulate = "sum"
+    beta2: Fraction = 0.9
+    """Only for accumulate="ema"."""
+
+    def client_rule(self) -> Rule:
+        return CenteredCovariance(self.tau, self.accumulate, self.beta2)
+
+    def sharing(self) -> dict[str, Policy]:
+        return {"P": average()}
+
+
+@dataclass(frozen=True)
+class CenteredCovariance(Rule):
+    """P += (g - mean)^2, w -= lr * g / (sqrt(P) + tau), with the cohort's mean gradient."""
+
+    lockstep: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = False
+
+    tau: float
+    accumulate: Accumulate
+    beta2: float
+
+    def fields(self, layout: Layout) -> dict[str, Field]:
+        return {"P": Field((layout.size,))}
+
+    def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
+        P = state["P"]
+        accumulate(P, g - state["mean"], self.beta2, self.accumulate)
+        w.addcdiv_(g, P.sqrt().add_(self.tau), value=-lr)
+
+    def preconditioner(self) -> tuple[str, float]:
+        return "P", self.tau

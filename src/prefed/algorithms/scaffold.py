@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from prefed.algorithms.base import ALGORITHMS, Algorithm
+from prefed.layout import Layout
+from prefed.rules import Field, Rule
+from prefed.rules.base import State
+from prefed.schedule import Rate
+from prefed.sharing import Policy, average, keep
+
+
+@ALGORITHMS.register("scaffold")
+class SCAFFOLD(Algorithm):
+    """Karimireddy et al. 2020, option II: control variates against client drift.
+
+    Each client keeps c_i; the server's c is the mean over all clients, taking part or not, so it
+    moves towards the cohort's mean by the share of clients that took part.
+    """
+
+    client_lr: Rate = 0.05
+
+    def client_rule(self) -> Rule:
+        return ControlledSGD()
+
+    def sharing(self) -> dict[str, Policy]:
+        return {"c": average(follow="participation"), "c_i": keep()}
+
+
+@dataclass(frozen=True)
+class ControlledSGD(Rule):
+    """w -= lr * (g + c - c_i); after the round c_i = c_i - c + (w_start - w) / (steps * lr)."""
+
+    def fields(self, layout: Layout) -> dict[str, Field]:
+        return {name: Field((layout.size,)) for name in ("c", "c_i", "w_start")}
+
+    def begin(self, w: Tensor, state: State) -> None:
+        state["w_start"].copy_(w)
+
+    def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
+        w.add_((g + state["c"]).sub_(state["c_i"]), alpha=-lr)
+
+    def finish(self, w: Tensor, state: State, lr: float, steps: int) -> None:
+        c, c_i = state["c"], state["c_i"]
+        change = (state["w_start"] - w).div_(steps * lr).sub_(c)
+        c_i.add_(change)
+        c.add_(change)  # so that the mean over the cohort is c plus the mean change of c_i

@@ -1,0 +1,21 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Source = Annotated[str, typer.Argument(metavar="CONFIG|PRESET", help="a TOML file or a preset")]
+Changes = Annotated[
+    list[str],
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="change a key, such as rounds=10, algorithm=fedadam, client_lr=0.1, "
+        "data.split.alpha=0.5; may be given more than once",
+    ),
+]
+Out = Annotated[Path | None, typer.Option("--out", help="directory to write to")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="print nothing but errors")]

@@ -1,0 +1,68 @@
+"""prefed ls, cat, validate: what there is, and whether a config is right."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Annotated, Any
+
+import typer
+
+from prefed.cli.options import Changes, Source
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(ls)
+    app.command()(cat)
+    app.command()(validate)
+
+
+def ls() -> None:
+    """List presets, algorithms, models, data sets, splits and engines."""
+    from prefed import ALGORITHMS, DATASETS, ENGINES, MODELS, SPLITS
+    from prefed.config import presets
+
+    print("presets:    " + " ".join(presets()))
+    for title, registry in (
+        ("algorithms", ALGORITHMS), ("models", MODELS), ("data sets", DATASETS),
+        ("splits", SPLITS), ("engines", ENGINES),
+    ):  # fmt: skip
+        print(f"{title + ':':<12}" + " ".join(registry.names()))
+
+
+def cat(
+    name: Annotated[str, typer.Argument(help="a preset, or anything `prefed ls` lists")],
+) -> None:
+    """Print a preset, or what an algorithm, model, data set or split is and its options."""
+    from importlib.resources import files
+
+    from prefed import ALGORITHMS, DATASETS, MODELS, SPLITS
+    from prefed.config import options_model, presets
+    from prefed.errors import PrefedError, did_you_mean
+
+    if name in presets():
+        print(files("prefed").joinpath("presets", f"{name}.toml").read_text(), end="")
+        return
+    found = False
+    known = set(presets())
+    for registry in (ALGORITHMS, MODELS, DATASETS, SPLITS):
+        known.update(registry.names())
+        if name in registry.names() or ":" in name:
+            thing: Any = registry.get(name)
+            given = ("inputs", "classes", "labels", "generator")
+            model: Any = thing if isinstance(thing, type) else options_model(thing, given)
+            print(f"{registry.kind} {name}\n\n{inspect.getdoc(thing) or ''}\n")
+            for option, field in model.model_fields.items():
+                default = "(required)" if field.is_required() else repr(field.default)
+                print(f"    {option} = {default}")
+            found = True
+            break
+    if not found:
+        raise PrefedError(f"nothing is called {name!r}{did_you_mean(name, known)}")
+
+
+def validate(config: Source, set: Changes = []) -> None:  # noqa: B006
+    """Check a config and print every error in it at once."""
+    from prefed.config import load
+
+    load(config, set)
+    print(f"{config}: ok")

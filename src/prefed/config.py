@@ -1,0 +1,244 @@
+"""Configs: TOML, checked all at once, and built into a run.
+
+rounds = 60                      # Settings: how the run goes
+[algorithm]                      # a name, and the options of what it names
+name = "prefed"
+client_lr = 0.001
+[data]
+name = "digits"
+split = {name = "dirichlet", clients = 50, alpha = 0.1}
+[model]
+name = "mlp"
+[tuned.fedadam]                  # options for the algorithm if another one is chosen
+server_lr = 0.01
+"""
+
+from __future__ import annotations
+
+import inspect
+import tomllib
+from collections.abc import Callable, Iterable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    SerializeAsAny,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+
+from prefed import draws
+from prefed.algorithms import ALGORITHMS, Algorithm
+from prefed.data.registry import DATASETS, SPLITS, partition
+from prefed.errors import PrefedError, did_you_mean, explain
+from prefed.models import MODELS
+from prefed.settings import Settings
+from prefed.simulation import Simulation
+
+
+class Named(BaseModel):
+    """A name and the options of what it names; a name alone may stand for it."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class Data(Named):
+    split: Named
+
+
+class Config(Settings):
+    """A whole run. Made by `load`, which checks the options of every named part as well."""
+
+    algorithm: SerializeAsAny[Named]
+    data: SerializeAsAny[Data]
+    model: SerializeAsAny[Named]
+
+    def make_algorithm(self) -> Algorithm:
+        return ALGORITHMS.get(self.algorithm.name)(**self.algorithm.options)
+
+    def settings(self) -> Settings:
+        return Settings(**{name: getattr(self, name) for name in Settings.model_fields})
+
+    def make_simulation(self) -> Simulation:
+        """The run, with data, split and first weights that depend on the config and seed alone."""
+        dataset = DATASETS.get(self.data.name)(**self.data.options)
+        split, generator = SPLITS.get(self.data.split.name), draws.generator(self.seed, "split")
+        data = partition(dataset, split, generator, self.data.split.options)
+        given = {"inputs": tuple(dataset.x.shape[1:]), "classes": int(dataset.y.max()) + 1}
+        build = MODELS.get(self.model.name)
+        wanted = inspect.signature(build).parameters
+        with torch.random.fork_rng():
+            torch.manual_seed(draws.torch_seed(self.seed, "weights"))
+            model = build(**{k: v for k, v in given.items() if k in wanted}, **self.model.options)
+        return Simulation(self.make_algorithm(), model, data, self.settings())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for TOML, enough to run it again."""
+        plain = {name: value for name, value in self.model_dump().items() if value is not None}
+        return {"batch_size": "full", **plain} if self.batch_size is None else plain
+
+
+def presets() -> list[str]:
+    folder = files("prefed").joinpath("presets")
+    return sorted(
+        p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml")
+    )
+
+
+def read(source: str) -> dict[str, Any]:
+    """The table in a TOML file, or in the preset of that name."""
+    path = Path(source)
+    if source in presets():
+        text = files("prefed").joinpath("presets", f"{source}.toml").read_text()
+    elif path.is_file():
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise PrefedError(f"{source}: cannot be read: {error}") from None
+    else:
+        raise PrefedError(f"{source}: no such file or preset{did_you_mean(source, presets())}")
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PrefedError(f"{source}: not valid TOML: {error}") from None
+
+
+def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
+    """A checked config from a file, a preset or a table, with changes of the form "key=value"."""
+    table = read(source) if isinstance(source, str) else dict(source)
+    tuned = table.pop("tuned", {})
+    for name in ("algorithm", "model", "data"):
+        if isinstance(table.get(name), str):
+            table[name] = {"name": table[name]}
+    bare = [_change(table, change) for change in changes]
+    algorithm = table.get("algorithm")
+    if isinstance(algorithm, dict) and isinstance(tuned, dict):
+        table["algorithm"] = {**tuned.get(algorithm.get("name"), {}), **algorithm}
+    known = _algorithm_options(table)
+    for key, value in filter(None, bare):
+        if key in known:
+            table["algorithm"][key] = value
+        else:
+            names = {*Config.model_fields, *known}
+            raise PrefedError(f"{key}: unknown option{did_you_mean(key, names)}")
+    errors: list[str] = []
+    config = None
+    try:
+        config = Config.model_validate(table)
+    except ValidationError as error:
+        errors += explain(error, Config)
+    errors += _check_parts(table)
+    if errors or config is None:
+        raise PrefedError("\n".join(errors))
+    return config
+
+
+def algorithms_of(source: str) -> list[str]:
+    """The algorithms a preset or config has step sizes for."""
+    table = read(source)
+    chosen = table.get("algorithm", {})
+    name = chosen if isinstance(chosen, str) else chosen.get("name")
+    return list(table.get("tuned", {})) or [name]
+
+
+def _change(table: dict[str, Any], change: str) -> tuple[str, Any] | None:
+    """Carry out "a.b=value" on the table. A bare key that is no setting is handed back: it may
+    be an option of the algorithm, which is not known before all changes are made."""
+    key, separator, text = change.partition("=")
+    key = key.strip()
+    if not separator or not key:
+        raise PrefedError(f"--set {change}: should have the form key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    *path, last = key.split(".")
+    if not path and last not in Config.model_fields:
+        return last, value
+    if isinstance(value, str) and key in ("algorithm", "model", "data", "data.split"):
+        value = {"name": value}
+        if key == "data":
+            value = {**table.get("data", {}), **value}
+    for part in path:
+        inner = table.setdefault(part, {})
+        if isinstance(inner, str):
+            inner = table[part] = {"name": inner}
+        if not isinstance(inner, dict):
+            raise PrefedError(f"--set {change}: {part} is not a table")
+        table = inner
+    table[last] = value
+    return None
+
+
+def _algorithm_options(table: dict[str, Any]) -> set[str]:
+    try:
+        return set(ALGORITHMS.get(table["algorithm"]["name"]).model_fields)
+    except (PrefedError, KeyError, TypeError, AttributeError):
+        return set()
+
+
+def _check_parts(table: dict[str, Any]) -> list[str]:
+    """What is wrong with the options of the named parts."""
+
+    def part(*path: str) -> tuple[str, dict[str, Any]] | None:
+        value: Any = table
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        value = {"name": value} if isinstance(value, str) else value
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return None  # the config's own check says so
+        return value["name"], {k: v for k, v in value.items() if k not in ("name", "split")}
+
+    errors: list[str] = []
+    sections = (
+        (("algorithm",), ALGORITHMS, ()),
+        (("model",), MODELS, ("inputs", "classes")),
+        (("data",), DATASETS, ()),
+        (("data", "split"), SPLITS, ("labels", "generator")),
+    )
+    for path, registry, given in sections:
+        if (found := part(*path)) is None:
+            continue
+        name, options = found
+        try:
+            thing: Any = registry.get(name)
+        except PrefedError as error:
+            errors.append(f"{'.'.join(path)}.name: {error}")
+            continue
+        model = thing if isinstance(thing, type) else options_model(thing, given)
+        try:
+            model(**options)
+        except ValidationError as error:
+            errors += explain(error, model, prefix=".".join(path) + ".")
+        except PrefedError as error:  # an algorithm says itself what is wrong with its options
+            errors += [f"algorithm.{line.partition('.')[2]}" for line in str(error).splitlines()]
+    return errors
+
+
+def options_model(function: Callable[..., Any], given: Iterable[str]) -> type[BaseModel]:
+    """A model of a function's options, so that they are checked as everything else is."""
+    hints = get_type_hints(function)
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name not in given and parameter.kind not in (
+            inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
+        ):  # fmt: skip
+            required = parameter.default is inspect.Parameter.empty
+            fields[name] = (hints.get(name, Any), ... if required else parameter.default)
+    return create_model("Options", __config__=ConfigDict(extra="forbid"), **fields)

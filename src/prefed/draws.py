@@ -1,0 +1,39 @@
+"""Every random draw of a run, keyed by (seed, purpose, round, client).
+
+No draw depends on a global generator or on how many draws came before it. So cohorts and batches
+are the same in every engine, on any number of workers, and after a resume. The key goes straight
+into a counter-based generator (Philox): (seed, purpose) is its key, (round, client) its counter.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def generator(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:
+    key = np.array([seed, zlib.crc32(purpose.encode())], dtype=np.uint64)
+    counter = np.array([0, 0, client, round], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+
+def torch_seed(seed: int, purpose: str, round: int = 0, client: int = 0) -> int:
+    """A seed for torch's own generators: initial weights, dropout."""
+    return int(generator(seed, purpose, round, client).integers(1 << 62))
+
+
+def cohort(seed: int, round: int, clients: int, size: int | None) -> list[int]:
+    """The clients of a round: drawn uniformly without replacement, in ascending order."""
+    if size is None or size == clients:
+        return list(range(clients))
+    drawn = generator(seed, "cohort", round).choice(clients, size, replace=False, shuffle=False)
+    return sorted(int(c) for c in drawn)
+
+
+def batches(seed: int, round: int, client: int, samples: int, steps: int, size: int) -> Tensor:
+    """Sample numbers for each local step (steps, size): uniform, with replacement."""
+    drawn = generator(seed, "batches", round, client).integers(samples, size=(steps, size))
+    return torch.from_numpy(drawn)

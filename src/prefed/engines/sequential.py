@@ -1,0 +1,108 @@
+"""One client after another, on one instance of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from prefed import draws
+from prefed.algorithms import Algorithm
+from prefed.data import FederatedData, Samples
+from prefed.engines.base import ENGINES
+from prefed.round import Kept, Server, Update, local_update
+from prefed.rules import Field
+from prefed.settings import Settings
+from prefed.task import Task
+
+
+@ENGINES.register("sequential")
+class Sequential:
+    def __init__(self, task: Task, data: FederatedData, settings: Settings) -> None:
+        self.task, self.data, self.settings = task, data, settings
+        self.room: dict[tuple[str, int], Tensor] = {}
+
+    def updates(
+        self, algorithm: Algorithm, server: Server, cohort: list[int], kept: Kept
+    ) -> Iterator[tuple[int, Update]]:
+        self.task.flat.module.train()
+        size = len(cohort) if algorithm.client_rule().lockstep else 1
+        for start in range(0, len(cohort), size):
+            block = _Block(self, cohort[start : start + size], server.round)
+            yield start, local_update(algorithm, server, block, kept, self.settings.local_steps)
+
+
+class _Block:
+    """One client whose weights are the model's own; or, in lockstep, the rows of a cohort, which
+    take turns in the model."""
+
+    def __init__(self, engine: Sequential, clients: Sequence[int], round: int) -> None:
+        self.engine, self.clients = engine, clients
+        self.task, self.layout = engine.task, engine.task.flat.layout
+        flat = self.task.flat
+        self.alone = len(clients) == 1
+        rows = (len(clients), self.layout.size)
+        self.weights = flat.weights[None] if self.alone else flat.weights.new_empty(rows)
+        self.gradient = flat.gradient[None] if self.alone else flat.weights.new_empty(rows)
+        self.buffers = flat.read_buffers().expand(len(clients), -1).clone()
+        samples = [engine.data.client(c) for c in clients]
+        self.batches = [
+            _Batches(s, c, round, engine.settings) for s, c in zip(samples, clients, strict=True)
+        ]
+        self.seeds = [
+            draws.torch_seed(engine.settings.seed, "dropout", round, client) for client in clients
+        ]
+        shares = [engine.settings.weight(len(s)) for s in samples]
+        self.shares = self.weights.new_tensor(shares) / sum(shares)
+
+    def differentiate(self, k: int) -> Tensor:
+        flat, losses = self.task.flat, []
+        for row, batches in enumerate(self.batches):
+            if not self.alone:
+                flat.weights.copy_(self.weights[row])
+                flat.write_buffers(self.buffers[row])
+            self.task.seed(self.seeds[row] + k)
+            losses.append(self.task.gradient(*batches[k]))
+            if not self.alone:
+                self.gradient[row].copy_(flat.gradient)
+                self.buffers[row].copy_(flat.read_buffers())
+        return torch.stack(losses)
+
+    def state(self, name: str, field: Field) -> Tensor:
+        key = (name, len(self.clients))
+        if key not in self.engine.room:
+            self.engine.room[key] = field.new(self.weights, len(self.clients))
+        return self.engine.room[key]
+
+    def read_buffers(self) -> Tensor:
+        return self.task.flat.read_buffers()[None] if self.alone else self.buffers
+
+    def write_buffers(self, buffers: Tensor) -> None:
+        if self.alone:
+            self.task.flat.write_buffers(buffers)
+        else:
+            self.buffers.copy_(buffers)
+
+    def cohort_mean(self, rows: Tensor) -> Tensor:
+        return self.shares @ rows
+
+
+class _Batches:
+    """The batches of one client in one round, gathered at once."""
+
+    def __init__(self, samples: Samples, client: int, round: int, settings: Settings) -> None:
+        self.size = settings.batch_size
+        if self.size is None:
+            self.x, self.y = samples.all()
+        else:
+            index = draws.batches(
+                settings.seed, round, client, len(samples), settings.local_steps, self.size
+            )
+            self.x, self.y = samples.take(index.view(-1))
+
+    def __getitem__(self, k: int) -> tuple[Tensor, Tensor]:
+        if self.size is None:
+            return self.x, self.y
+        part = slice(k * self.size, (k + 1) * self.size)
+        return self.x[part], self.y[part]

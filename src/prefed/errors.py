@@ -1,0 +1,88 @@
+"""What can go wrong, in words for the person who has to mend it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
+
+
+class PrefedError(ValueError):
+    """Wrong input: an option, a config, data or a model. Nothing has been trained yet."""
+
+
+class Diverged(RuntimeError):
+    """The training loss stopped being a finite number.
+
+    The global state is still the one before the round that failed; `history` holds the
+    rounds up to and including the failed one.
+    """
+
+    def __init__(self, message: str, history: list[dict[str, Any]]) -> None:
+        super().__init__(message)
+        self.history = history
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """' (did you mean "x"?)' for the nearest name, or the list of names if none is near."""
+    names = sorted(names)
+    near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.5)
+    if near:
+        return f'; did you mean "{near[0]}"?'
+    return f"; known: {', '.join(names)}" if names else ""
+
+
+def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") -> list[str]:
+    """One line for each thing wrong: the key's path, what was expected, the nearest name."""
+    lines = []
+    for item in error.errors():
+        path = _keys(item["loc"])
+        where = prefix + ".".join(path)
+        if item["type"] == "extra_forbidden":
+            owner = _model_at(model, path[:-1])
+            names = owner.model_fields if owner is not None else ()
+            lines.append(f"{where}: unknown option{did_you_mean(path[-1], names)}")
+        elif item["type"] == "missing":
+            lines.append(f"{where}: is required")
+        elif item["type"] == "union_tag_invalid":
+            expected = item["ctx"]["expected_tags"].replace("'", "").split(", ")
+            tag = item["ctx"]["tag"]
+            lines.append(f"{where}: unknown kind {tag!r}{did_you_mean(tag, expected)}")
+        elif not path:
+            lines.append((prefix.rstrip(".") + ": " if prefix else "") + _text(item))
+        else:
+            lines.append(f"{where}: {_text(item)}, not {item['input']!r}")
+    return list(dict.fromkeys(lines))
+
+
+def _text(item: Any) -> str:
+    text = str(item["msg"]).removeprefix("Value error, ").replace("Input should", "should")
+    return text.rstrip(".")
+
+
+def _keys(path: tuple[int | str, ...]) -> list[str]:
+    """The keys in a path of pydantic's, which also names the members of unions: ("client_lr",
+    "a schedule", "step", "start") is client_lr.start."""
+    keys: list[str] = []
+    parts = iter(path)
+    for part in parts:
+        if part == "a schedule":
+            next(parts, None)
+        elif part not in ("a number", "float", "int", "str"):
+            keys.append(str(part))
+    return keys
+
+
+def _model_at(model: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
+    from pydantic import BaseModel
+
+    for part in path:
+        field = model.model_fields.get(part)
+        annotation = field.annotation if field else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return None
+        model = annotation
+    return model

@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
+
+from torch import nn
+
+from prefed.models import MODELS
+
+
+@MODELS.register("mlp")
+def mlp(inputs: Sequence[int], classes: int, hidden: Sequence[int] = (128,)) -> nn.Module:
+    """Linear layers with ReLU between them, on flattened inputs."""
+    widths = [prod(inputs), *hidden]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for a, b in pairwise(widths):
+        layers += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], classes))

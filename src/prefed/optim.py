@@ -1,0 +1,89 @@
+"""The paper's local rule as a torch optimiser, for training loops of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from prefed.errors import PrefedError
+from prefed.rules import Covariance as CovarianceRule
+
+
+class Covariance(torch.optim.Optimizer):
+    """m = beta1*m + (1 - beta1)*g,  P = beta2*P + (1 - beta2)*(g - m)^2,
+    w -= lr * m / (sqrt(P) + tau).
+
+    The state of each parameter holds `m` and `P` (and, with bias_correction=True, the numbers
+    `m_mass` and `P_mass`). weight_decay adds weight_decay * w to the gradient.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.9),
+        tau: float = 1e-3,
+        *,
+        weight_decay: float = 0.0,
+        accumulate: Literal["ema", "sum"] = "ema",
+        bias_correction: bool = False,
+    ) -> None:
+        if not lr >= 0:
+            raise PrefedError(f"lr: should be at least 0, not {lr}")
+        if not tau > 0:
+            raise PrefedError(f"tau: should be greater than 0, not {tau}")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise PrefedError(f"betas: should both lie in [0, 1), not {betas}")
+        if not weight_decay >= 0:
+            raise PrefedError(f"weight_decay: should be at least 0, not {weight_decay}")
+        if accumulate not in ("ema", "sum"):
+            raise PrefedError(f'accumulate: should be "ema" or "sum", not {accumulate!r}')
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "tau": tau,
+            "weight_decay": weight_decay,
+            "accumulate": accumulate,
+            "bias_correction": bias_correction,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            rule = CovarianceRule(
+                beta1,
+                beta2,
+                group["tau"],
+                group["accumulate"],
+                bias_correction=group["bias_correction"],
+            )
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, rule, float(group["lr"]), group["weight_decay"])
+        return loss
+
+    def _step(
+        self, parameter: torch.Tensor, rule: CovarianceRule, lr: float, weight_decay: float
+    ) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            raise PrefedError("Covariance does not support sparse gradients; use dense ones")
+        if parameter.is_complex():
+            raise PrefedError("Covariance does not support complex parameters")
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state |= {name: torch.zeros_like(parameter) for name in ("m", "P")}
+            state |= {name: field.new(parameter) for name, field in rule.masses().items()}
+        if weight_decay:
+            gradient = gradient.add(parameter, alpha=weight_decay)
+        rule.step(parameter, gradient, state, lr, 0)

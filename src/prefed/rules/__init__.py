@@ -1,0 +1,10 @@
+"""Update rules: how one gradient moves the weights, on clients and on the server alike."""
+
+from prefed.rules.adagrad import AdaGrad
+from prefed.rules.adam import Adam, Yogi
+from prefed.rules.base import Field, Rule
+from prefed.rules.covariance import Covariance
+from prefed.rules.full import FullCovariance
+from prefed.rules.sgd import SGD
+
+__all__ = ["SGD", "AdaGrad", "Adam", "Covariance", "Field", "FullCovariance", "Rule", "Yogi"]

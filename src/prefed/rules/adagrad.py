@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from prefed.layout import Layout
+from prefed.rules.base import Field, Rule, State
+
+
+@dataclass(frozen=True)
+class AdaGrad(Rule):
+    """v += g^2, w -= lr * g / (sqrt(v) + tau)."""
+
+    tau: float = 1e-3
+    v0: float = 0.0
+
+    def fields(self, layout: Layout) -> dict[str, Field]:
+        return {"v": Field((layout.size,), self.v0)}
+
+    def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
+        v = state["v"].addcmul_(g, g)
+        w.addcdiv_(g, v.sqrt().add_(self.tau), value=-lr)
+
+    def preconditioner(self) -> tuple[str, float]:
+        return "v", self.tau

@@ -1,0 +1,80 @@
+"""The rules of adaptive federated optimisation (Reddi et al. 2021): AdaGrad, Adam and Yogi with
+momentum, which differ in one line. Code bases disagree on three details; each is a field here."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from prefed.layout import Layout
+from prefed.rules.base import Field, Rule, State, accumulate, grow_mass
+
+
+@dataclass(frozen=True)
+class _Moments(Rule):
+    """m = beta1*m + (1 - beta1)*g, v by the subclass, w -= lr * m / (sqrt(v) + tau)."""
+
+    beta1: float = 0.9
+    tau: float = 1e-3
+    v0: float = 0.0
+    bias_correction: bool = False
+    tau_inside: bool = False
+    """sqrt(v + tau^2) in place of sqrt(v) + tau."""
+
+    def fields(self, layout: Layout) -> dict[str, Field]:
+        vectors = {"m": Field((layout.size,)), "v": Field((layout.size,), self.v0)}
+        masses = {"m_mass": Field((1,)), "v_mass": Field((1,))} if self.bias_correction else {}
+        return vectors | masses
+
+    def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
+        m, v = state["m"], state["v"]
+        m.lerp_(g, 1 - self.beta1)
+        self.second_moment(v, g)
+        if self.bias_correction:
+            m = m / grow_mass(state["m_mass"], self.beta1)
+            v = self.correct(v, state)
+        root = v.add(self.tau**2).sqrt_() if self.tau_inside else v.sqrt().add_(self.tau)
+        w.addcdiv_(m, root, value=-lr)
+
+    @abstractmethod
+    def second_moment(self, v: Tensor, g: Tensor) -> None: ...
+
+    def correct(self, v: Tensor, state: State) -> Tensor:
+        return v
+
+    def preconditioner(self) -> tuple[str, float]:
+        return "v", self.tau
+
+
+@dataclass(frozen=True)
+class AdaGradM(_Moments):
+    """v += g^2: a sum has no bias to correct."""
+
+    beta1: float = 0.0
+
+    def second_moment(self, v: Tensor, g: Tensor) -> None:
+        accumulate(v, g, 0.0, "sum")
+
+
+@dataclass(frozen=True)
+class Adam(_Moments):
+    """v = beta2*v + (1 - beta2)*g^2."""
+
+    beta2: float = 0.99
+
+    def second_moment(self, v: Tensor, g: Tensor) -> None:
+        accumulate(v, g, self.beta2, "ema")
+
+    def correct(self, v: Tensor, state: State) -> Tensor:
+        return v / grow_mass(state["v_mass"], self.beta2)
+
+
+@dataclass(frozen=True)
+class Yogi(Adam):
+    """v -= (1 - beta2) * g^2 * sign(v - g^2)."""
+
+    def second_moment(self, v: Tensor, g: Tensor) -> None:
+        squared = g * g
+        v.addcmul_(squared, (v - squared).sign_(), value=-(1 - self.beta2))

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from prefed.layout import Layout
+from prefed.rules.base import Field, Rule, State
+
+
+@dataclass(frozen=True)
+class SGD(Rule):
+    """w -= lr * g, or with momentum: momentum = mu * momentum + g, w -= lr * momentum.
+
+    As a server rule with lr = 1 it takes the clients' mean, since g is minus their mean change.
+    """
+
+    momentum: float = 0.0
+
+    def fields(self, layout: Layout) -> dict[str, Field]:
+        return {"momentum": Field((layout.size,))} if self.momentum else {}
+
+    def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
+        if self.momentum:
+            g = state["momentum"].mul_(self.momentum).add_(g)
+        w.add_(g, alpha=-lr)

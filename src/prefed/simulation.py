@@ -1,0 +1,195 @@
+"""A federated run on this machine: the loop over rounds."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from prefed import draws
+from prefed.algorithms import Algorithm
+from prefed.data import FederatedData
+from prefed.diagnostics import CollapseWatch, diagnose
+from prefed.engines import ENGINES
+from prefed.errors import Diverged, PrefedError, explain
+from prefed.mean import Mean
+from prefed.round import Server, check_sharing, server_update, traffic
+from prefed.rules.base import State
+from prefed.schedule import at
+from prefed.settings import Settings
+from prefed.task import Loss, Task, choose_device
+
+Record = dict[str, Any]
+"""What is known of one round."""
+
+
+@dataclass(frozen=True)
+class Result:
+    weights: Tensor
+    """The final weights, flat."""
+    model: nn.Module
+    """The model with the final weights."""
+    history: list[Record]
+    """One record a round."""
+    server: Server
+    """The final global state, with the optimiser state."""
+    kept: dict[int, State]
+    """The state that clients keep, for those that took part."""
+
+
+class Simulation:
+    """A run that can be advanced round by round. Everything is checked before the first."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        model: nn.Module,
+        data: FederatedData,
+        settings: Settings,
+        loss: Loss = cross_entropy,
+    ) -> None:
+        if not isinstance(algorithm, Algorithm):
+            raise PrefedError(f"algorithm: should be an Algorithm such as prefed.FedAvg(), "
+                              f"not {type(algorithm).__name__}")  # fmt: skip
+        if settings.clients_per_round is not None and settings.clients_per_round > len(data):
+            raise PrefedError(
+                f"clients_per_round: {settings.clients_per_round} is more than the "
+                f"{len(data)} clients there are"
+            )
+        self.algorithm, self.data, self.settings = algorithm, data, settings
+        self.task = Task(model, loss, data, choose_device(settings.device))
+        self.task.check(data)
+        flat = self.task.flat
+        check_sharing(algorithm, flat.layout)
+        engine = "sequential" if settings.engine == "auto" else settings.engine
+        self.engine = ENGINES.get(engine)(self.task, data, settings)
+        self.server = Server.start(algorithm, flat.layout, flat.weights, flat.read_buffers())
+        self.kept: dict[int, State] = {}
+        self.history: list[Record] = []
+        self._collapse = CollapseWatch(algorithm)
+
+    def run_round(self) -> Record:
+        """Cohort, local updates, mean, server update, evaluation."""
+        start, round = time.perf_counter(), self.server.round
+        algorithm, settings = self.algorithm, self.settings
+        cohort = draws.cohort(settings.seed, round, len(self.data), settings.clients_per_round)
+
+        mean, kept = Mean(), {}
+        with torch.random.fork_rng(enabled=True):
+            for first, update in self.engine.updates(algorithm, self.server, cohort, self.kept):
+                for row, loss in enumerate(update.losses.tolist()):
+                    position, client = first + row, cohort[first + row]
+                    values = {name: value[row] for name, value in update.values.items()}
+                    weight = settings.weight(len(self.data.client(client)))
+                    mean.add(position, values, weight, loss)
+                    if update.kept:
+                        kept[client] = {n: value[row].clone() for n, value in update.kept.items()}
+        values, train_loss = mean.result()
+
+        record: Record = {
+            "round": round + 1,
+            "train_loss": train_loss,
+            "test_loss": None,
+            "test_accuracy": None,
+            **traffic(algorithm, self.server, update, len(cohort), settings.local_steps),
+            "client_lr": at(algorithm.client_lr, round),
+            "server_lr": at(algorithm.server_lr, round),
+            "cohort": cohort,
+        }
+        self.history.append(record)
+        if not math.isfinite(train_loss):
+            record["seconds"] = time.perf_counter() - start
+            raise Diverged(self._advice(record), self.history)
+        self.kept.update(kept)
+        server_update(
+            algorithm, self.server, values, settings.local_steps, len(cohort) / len(self.data)
+        )
+        diagnosis = diagnose(algorithm, self.server, round)
+        self._collapse.see(diagnosis)
+        record |= diagnosis
+        if (round + 1) % settings.evaluate_every == 0 or round + 1 == settings.rounds:
+            record |= self.evaluate()
+        record["seconds"] = time.perf_counter() - start
+        return record
+
+    def evaluate(self) -> Record:
+        """Loss and accuracy of the global model on the test set."""
+        if self.data.test is None:
+            return {}
+        self._load()
+        loss, accuracy = self.task.evaluate(*self.data.test.all())
+        return {"test_loss": loss, "test_accuracy": accuracy}
+
+    def result(self) -> Result:
+        self._load()
+        model = self.task.flat.module.eval()
+        return Result(self.server.weights.clone(), model, self.history, self.server, self.kept)
+
+    def _load(self) -> None:
+        self.task.flat.weights.copy_(self.server.weights)
+        self.task.flat.write_buffers(self.server.buffers)
+
+    def _advice(self, record: Record) -> str:
+        rates = f"client_lr (now {record['client_lr']:g})"
+        if self.algorithm.server_lr != 1.0:
+            rates += f" or server_lr (now {record['server_lr']:g})"
+        return (
+            f"round {record['round']}: the training loss is not finite "
+            f"({record['train_loss']}). Lower {rates}, or set clip_norm. The state before this "
+            f"round is kept"
+        )
+
+
+def simulate(
+    algorithm: Algorithm,
+    model: nn.Module,
+    data: FederatedData,
+    *,
+    rounds: int,
+    local_steps: int,
+    clients_per_round: int | None = None,
+    batch_size: int | None = 32,
+    loss: Loss = cross_entropy,
+    seed: int = 0,
+    weighting: Literal["uniform", "samples"] = "uniform",
+    engine: str = "auto",
+    workers: int = 1,
+    device: str = "auto",
+    evaluate_every: int = 1,
+    on_round: Iterable[Callable[[Record], None]] = (),
+) -> Result:
+    """Train `model` on `data` with `algorithm`; the model that is handed in stays as it is.
+
+    clients_per_round  drawn anew in each round; None is everyone
+    batch_size         drawn from a client's samples in each step; None is all of them
+    weighting          of clients in the mean: "uniform", or by their number of "samples"
+    on_round           functions that are called with the record of each round
+    """
+    try:
+        settings = Settings(
+            rounds=rounds,
+            local_steps=local_steps,
+            clients_per_round=clients_per_round,
+            batch_size=batch_size,
+            seed=seed,
+            weighting=weighting,
+            engine=engine,
+            workers=workers,
+            device=device,
+            evaluate_every=evaluate_every,
+        )
+    except ValidationError as error:
+        raise PrefedError("\n".join(explain(error, Settings))) from None
+    simulation = Simulation(algorithm, model, data, settings, loss)
+    for _ in range(rounds):
+        record = simulation.run_round()
+        for callback in on_round:
+            callback(record)
+    return simulation.result()

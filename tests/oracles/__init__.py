@@ -1,0 +1,6 @@
+"""Plain NumPy versions of the federated algorithms, to compare the library against."""
+
+from .algorithms import Trace, run
+from .problem import loss_and_grad, n_parameters
+
+__all__ = ["Trace", "loss_and_grad", "n_parameters", "run"]

@@ -1,0 +1,665 @@
+"""The federated algorithms, one class each, written step by step like the listings.
+
+"The paper" is "Preconditioned Federated Learning" (Tao, Wu, Li). In all classes w is the
+server's weights, t the round (from 0), K the number of local steps and Delta the weighted mean
+of the clients' w_K - w. Server rules descend along the pseudo-gradient -Delta.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+Pair = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+Gradient = Callable[[Array, npt.NDArray[Any], npt.NDArray[Any]], tuple[float, Array]]
+Batches = Callable[[int, int], npt.NDArray[Any]]
+State = dict[str, Any]
+Options = dict[str, Any]
+
+
+@dataclass
+class Trace:
+    """What a run left behind: every list has one entry per round, all entries are copies."""
+
+    weights: list[Array] = field(default_factory=list)
+    train_loss: list[float] = field(default_factory=list)
+    server: list[State] = field(default_factory=list)
+    shared: list[State] = field(default_factory=list)
+    kept: list[dict[int, State]] = field(default_factory=list)
+
+
+# ---------------------------------------------------------------------------------------------
+# Options
+# ---------------------------------------------------------------------------------------------
+
+COMMON: Options = {"client_lr": None, "server_lr": 1.0, "clip_norm": None, "weight_decay": 0.0}
+
+ADAPTIVE: Options = {
+    "beta1": 0.9,
+    "beta2": 0.99,
+    "tau": 1e-3,
+    "v0": None,
+    "bias_correction": False,
+    "tau_inside": False,
+}
+
+DEFAULTS: dict[str, Options] = {
+    "fedavg": {"client_momentum": 0.0, "server_momentum": 0.0},
+    "fedavgm": {"client_momentum": 0.0, "server_momentum": 0.9},
+    "fedadagrad": {**ADAPTIVE, "beta1": 0.0},
+    "fedadam": ADAPTIVE,
+    "fedyogi": ADAPTIVE,
+    "adaalter": {"tau": 1e-3, "v0": 0.0, "frozen": False},
+    "prefed": {
+        "beta1": 0.9,
+        "beta2": 0.9,
+        "tau": 1e-3,
+        "momentum": "average",
+        "accumulate": "ema",
+        "shape": "diagonal",
+        "bias_correction": False,
+    },
+    "prefedopt": {
+        "server_lr": 0.002,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "tau": 1e-3,
+        "per_step": True,
+        "step_with": "delta",
+        "accumulate": "ema",
+        "shape": "diagonal",
+        "bias_correction": False,
+    },
+    "prefedsync": {"beta2": 0.9, "tau": 1e-3, "accumulate": "sum"},
+    "scaffold": {},
+    "fedprox": {"mu": 0.01},
+}
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "momentum": ("average", "reset", "keep"),
+    "accumulate": ("ema", "sum"),
+    "shape": ("diagonal", "full"),
+    "step_with": ("delta", "m"),
+}
+
+
+def complete(name: str, options: Mapping[str, Any]) -> Options:
+    """Fill in the defaults; refuse options that the algorithm does not have."""
+    if name not in DEFAULTS:
+        raise ValueError(f"unknown algorithm {name!r}")
+    known = {**COMMON, **DEFAULTS[name]}
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ValueError(f"{name} has no option {unknown}")
+    if options.get("client_lr") is None:
+        raise ValueError("client_lr is needed")
+    full = {**known, **options}
+    for key, allowed in CHOICES.items():
+        if key in full and full[key] not in allowed:
+            raise ValueError(f"{key} must be one of {allowed}, not {full[key]!r}")
+    return full
+
+
+def rate(lr: Any, t: int) -> float:
+    """Give the rate of round t: lr is a number or a function of the round."""
+    return float(lr(t)) if callable(lr) else float(lr)
+
+
+# ---------------------------------------------------------------------------------------------
+# What all algorithms share: the clients' data, their gradients and the weighted mean
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Task:
+    """The clients, their data and how their gradients and means are taken."""
+
+    grad: Gradient
+    clients: Sequence[Pair]
+    steps: int
+    batches: Batches | None
+    weighting: str
+    n_clients: int
+    clip_norm: float | None
+    weight_decay: float
+
+    def local_data(self, t: int, i: int) -> list[Pair]:
+        """Give the K batches (x, y) of client i in round t; without batches all its samples."""
+        x, y = self.clients[i]
+        if self.batches is None:
+            return [(x, y) for _ in range(self.steps)]
+        indices = np.asarray(self.batches(t, i))
+        if indices.ndim != 2 or len(indices) != self.steps:
+            raise ValueError(f"batches must have shape (steps, batch), not {indices.shape}")
+        return [(x[indices[k]], y[indices[k]]) for k in range(self.steps)]
+
+    def gradient(self, w: Array, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> tuple[float, Array]:
+        """Give the batch loss and the gradient at w: clipped first, then with weight decay."""
+        loss, g = self.grad(w, x, y)
+        if self.clip_norm is not None:
+            norm = float(np.sqrt(np.sum(g**2)))
+            if norm > 0.0:
+                g = g * min(1.0, self.clip_norm / norm)
+        g = g + self.weight_decay * w
+        return float(loss), g
+
+    def mean(self, cohort: Sequence[int], values: Sequence[Any]) -> Any:
+        """Take the weighted mean over the cohort of one value (array or number) per client."""
+        if self.weighting == "uniform":
+            p = [1.0 for _ in cohort]
+        elif self.weighting == "samples":
+            p = [float(len(self.clients[i][1])) for i in cohort]
+        else:
+            raise ValueError(f"unknown weighting {self.weighting!r}")
+        total = sum(p)
+        result: Any = 0.0
+        for p_i, value in zip(p, values, strict=True):
+            result = result + (p_i / total) * value
+        return result
+
+
+class Algorithm:
+    """Base: the options, the task, and the three kinds of state that end up in the trace.
+
+    server: the server's optimiser state; shared: state that the server averages and sends to
+    the clients; kept: state that stays with a client between its rounds.
+    """
+
+    def __init__(self, options: Options, task: Task, d: int) -> None:
+        self.options = options
+        self.task = task
+        self.d = d
+        self.server: State = {}
+        self.shared: State = {}
+        self.kept: dict[int, State] = {}
+        self.start()
+
+    def start(self) -> None:
+        """Set the state before round 0."""
+
+    def round(self, t: int, w: Array, cohort: Sequence[int]) -> tuple[Array, float]:
+        """One round from the weights w: the new weights and the round's train loss."""
+        raise NotImplementedError
+
+    def client_lr(self, t: int) -> float:
+        """Give the clients' rate in round t."""
+        return rate(self.options["client_lr"], t)
+
+    def server_lr(self, t: int) -> float:
+        """Give the server's rate in round t."""
+        return rate(self.options["server_lr"], t)
+
+    def sgd_clients(
+        self, t: int, w: Array, cohort: Sequence[int], momentum: float = 0.0
+    ) -> tuple[Array, float]:
+        """All clients run K steps of SGD from w: Delta and the train loss."""
+        lr = self.client_lr(t)
+        deltas = []
+        losses = []
+        for i in cohort:
+            w_i = w.copy()
+            buffer = np.zeros(self.d)
+            loss_i = 0.0
+            for x, y in self.task.local_data(t, i):
+                loss, g = self.task.gradient(w_i, x, y)
+                loss_i += loss / self.task.steps
+                buffer = momentum * buffer + g
+                w_i = w_i - lr * buffer
+            deltas.append(w_i - w)
+            losses.append(loss_i)
+        return self.task.mean(cohort, deltas), self.task.mean(cohort, losses)
+
+
+# ---------------------------------------------------------------------------------------------
+# FedAvg, FedProx, SCAFFOLD
+# ---------------------------------------------------------------------------------------------
+
+
+class FedAvg(Algorithm):
+    """McMahan et al.; with server_momentum FedAvgM (Hsu et al.). Momentum as torch's SGD."""
+
+    def start(self) -> None:
+        """Start the momentum buffer at 0; it exists only with server_momentum."""
+        if self.options["server_momentum"] != 0.0:
+            self.server["momentum"] = np.zeros(self.d)
+
+    def round(self, t: int, w: Array, cohort: Sequence[int]) -> tuple[Array, float]:
+        """SGD on the clients, SGD along -Delta on the server."""
+        delta, loss = self.sgd_clients(t, w, cohort, self.options["client_momentum"])
+        step = -delta
+        if "momentum" in self.server:
+            step = self.options["server_momentum"] * self.server["momentum"] + step
+            self.server["momentum"] = step
+        return w - self.server_lr(t) * step, loss
+
+
+class FedProx(Algorithm):
+    """Li et al., "Federated Optimization in Heterogeneous Networks": proximal local steps."""
+
+    def round(self, t: int, w: Array, cohort: Sequence[int]) -> tuple[Array, float]:
+        """Local steps with g + mu (w_i - w), then the mean."""
+        lr = self.client_lr(t)
+        mu = self.options["mu"]
+        deltas = []
+        losses = []
+        for i in cohort:
+            w_i = w.copy()
+            loss_i = 0.0
+            for x, y in self.task.local_data(t, i):
+                loss, g = self.task.gradient(w_i, x, y)
+                loss_i += loss / self.task.steps
+                w_i = w_i - lr * (g + mu * (w_i - w))
+            deltas.append(w_i - w)
+            losses.append(loss_i)
+        delta = self.task.mean(cohort, deltas)
+        return w + self.server_lr(t) * delta, self.task.mean(cohort, losses)
+
+
+class Scaffold(Algorithm):
+    """Karimireddy et al., SCAFFOLD, option II for the client's control variate."""
+
+    def start(self) -> None:
+        """Start at c = 0; a client's c_i is 0 before its first round."""
+        self.shared["c"] = np.zeros(self.d)
+
+    def round(self, t: int, w: Array, cohort: Sequence[int]) -> tuple[Array, float]:
+        """Corrected local steps; c moves by |S| / N times the mean change of the c_i."""
+        lr = self.client_lr(t)
+        steps = self.task.steps
+        c = self.shared["c"]
+        deltas = []
+        changes = []
+        losses = []
+        for i in cohort:
+            c_i = self.kept[i]["c_i"] if i in self.kept else np.zeros(self.d)
+            w_i = w.copy()
+            loss_i = 0.0
+            for x, y in self.task.local_data(t, i):
+                loss, g = self.task.gradient(w_i, x, y)
+                loss_i += loss / steps
+                w_i = w_i - lr * (g + c - c_i)
+            c_i_new = c_i - c + (w - w_i) / (steps * lr)
+            self.kept[i] = {"c_i": c_i_new}
+            deltas.append(w_i - w)
+            changes.append(c_i_new - c_i)
+            losses.append(loss_i)
+        share = len(cohort) / self.task.n_clients
+        self.shared["c"] = c + share * self.task.mean(cohort, changes)
+        delta = self.task.mean(cohort, deltas)
+        return w + self.server_lr(t) * delta, self.task.mean(cohort, losses)
+
+
+# ---------------------------------------------------------------------------------------------
+# FedAdaGrad, FedAdam, FedYogi
+# ---------------------------------------------------------------------------------------------
+
+
+class AdaptiveServer(Algorithm):
+    """Reddi et al., "Adaptive Federated Optimization", algorithm 2; the paper's listing 1."""
+
+    def start(self) -> None:
+        """Start at m = 0, v = v0 (tau^2 if v0 is None)."""
+        v0 = self.options["v0"]
+        if v0 is None:
+            v0 = self.options["tau"] ** 2
+        self.server["m"] = np.zeros(self.d)
+        self.server["v"] = np.full(self.d, float(v0))
+
+    def second_moment(self, v: Array, g: Array) -> Array:
+        """Update v."""
+        raise NotImplementedError
+
+    def correction(self, t: int) -> float:
+        """Give what v is divided by under bias correction in round t."""
+        return float(1.0 - self.options["beta2"] ** (t + 1))
+
+    def round(self, t: int, w: Array, cohort: Sequence[int]) -> tuple[Array, float]:
+        """SGD on the clients, the adaptive rule along -Delta on the server."""
+        beta1 = self.options["beta1"]
+        tau = self.options["tau"]
+        delta, loss = self.sgd_clients(t, w, cohort)
+        g = -delta
+        m = beta1 * self.server["m"] + (1.0 - beta1) * g
+        v = self.second_moment(self.server["v"], g)
+        self.server["m"] = m
+        self.server["v"] = v
+        if self.options["bias_correction"]:
+            m = m / (1.0 - beta1 ** (t + 1))
+            v = v / self.correction(t)
+        root = np.sqrt(v + tau**2) if self.options["tau_inside"] else np.sqrt(v) + tau
+        return w - self.server_lr(t) * m / root, loss
+
+
+class FedAdaGrad(AdaptiveServer):
+    """The sum of squares; it has no bias to correct."""
+
+    def second_moment(self, v: Array, g: Array) -> Array:
+        """Update v to v + g^2."""
+        return v + g**2
+
+    def correction(self, t: int) -> float:
+        """Correct nothing."""
+        return 1.0
+
+
+class FedAdam(AdaptiveServer):
+    """The moving average of squares."""
+
+    def second_moment(self, v: Array, g: Array) -> Array:
+        """Update v to beta2 v + (1 - beta2) g^2."""
+        beta2 = float(self.options["beta2"])
+        return beta2 * v + (1.0 - beta2) * g**2
+
+
+class FedYogi(AdaptiveServer):
+    """Yogi: v moves by (1 - beta2) g^2 towards g^2."""
+
+    def second_moment(self, v: Array, g: Array) -> Array:
+        """Update v to v - (1 - beta2) g^2 sign(v - g^2)."""
+        beta2 = float(self.options["beta2"])
+        return v - (1.0 - beta2) * g**2 * np.sign(v - g**2)
+
+
+# ---------------------------------------------------------------------------------------------
+# AdaAlter
+# ---------------------------------------------------------------------------------------------
+
+
+class AdaAlter(Algorithm):
+    """AdaGrad on the clients with averaged v, as the paper describes it.
+
+    frozen: Local AdaAlter of Xie et al., where the denominator stays at the last synchronised
+    v, plus tau^2 for each local step.
+    """
+
+    def start(self) -> None:
+        """Start at v = v0."""
+        self.shared["v"] = np.full(self.d, float(self.options["v0"]))
+
+    def round(self, t: int, w: Array, cohort: Sequence[int]) -> tuple[Array, float]:
+        """Local AdaGrad from the server's v; the means of w and v."""
+        lr = self.client_lr(t)
+        tau = self.options["tau"]
+        v_sync = self.shared["v"]
+        deltas = []
+        vs = []
+        losses = []
+        for i in cohort:
+            w_i = w.copy()
+            v_i = v_sync.copy()
+            loss_i = 0.0
+            for k, (x, y) in enumerate(self.task.local_data(t, i), start=1):
+                loss, g = self.task.gradient(w_i, x, y)
+                loss_i += loss / self.task.steps
+                v_i = v_i + g**2
+                if self.options["frozen"]:
+                    w_i = w_i - lr * g / np.sqrt(v_sync + k * tau**2)
+                else:
+                    w_i = w_i - lr * g / (np.sqrt(v_i) + tau)
+            deltas.append(w_i - w)
+            vs.append(v_i)
+            losses.append(loss_i)
+        self.shared["v"] = self.task.mean(cohort, vs)
+        delta = self.task.mean(cohort, deltas)
+        return w + self.server_lr(t) * delta, self.task.mean(cohort, losses)
+
+
+# ---------------------------------------------------------------------------------------------
+# The covariance preconditioner: PreFed, PreFedOpt, the basic rule
+# ---------------------------------------------------------------------------------------------
+
+
+def zero_preconditioner(d: int, shape: str) -> Array:
+    """P = 0: a vector (diagonal) or a d x d matrix (full)."""
+    return np.zeros((d, d)) if shape == "full" else np.zeros(d)
+
+
+def accumulate(p: Array, r: Array, how: str, beta2: float, shape: str) -> Array:
+    """P after one more residual r: a running sum or a moving average of r^2 (or r r^T)."""
+    square = np.outer(r, r) if shape == "full" else r * r
+    if how == "sum":
+        return p + square
+    return beta2 * p + (1.0 - beta2) * square
+
+
+def precondition(p: Array, u: Array, tau: float, shape: str) -> Array:
+    """Give the direction u / (sqrt(P) + tau), or (P^(1/2) + tau I)^-1 u for a full P."""
+    if shape == "full":
+        values, vectors = np.linalg.eigh(p)
+        root = vectors @ np.diag(np.sqrt(np.maximum(values, 0.0))) @ vectors.T
+        return np.asarray(np.linalg.solve(root + tau * np.eye(len(u)), u))
+    return np.asarray(u / (np.sqrt(p) + tau))
+
+
+class PreFed(Algorithm):
+    """The paper's listing 2 (PreFed): the covariance preconditioner on the clients.
+
+    P is always averaged; m is averaged, reset in each round or kept by each client. With bias
+    correction m_mass and P_mass are the total weight of the gradients in m and P; they go
+    wherever m and P go. A summed P is not corrected.
+    """
+
+    def start(self) -> None:
+        """Start at m = 0, P = 0."""
+        if self.options["momentum"] == "average":
+            self.shared.update(self.zero_momentum())
+        self.shared["P"] = zero_preconditioner(self.d, self.options["shape"])
+        if self.corrects_p():
+            self.shared["P_mass"] = 0.0
+
+    def corrects_p(self) -> bool:
+        """Whether P is divided by its mass."""
+        return bool(self.options["bias_correction"]) and self.options["accumulate"] == "ema"
+
+    def zero_momentum(self) -> State:
+        """Give m (and its mass) before the first gradient."""
+        state: State = {"m": np.zeros(self.d)}
+        if self.options["bias_correction"]:
+            state["m_mass"] = 0.0
+        return state
+
+    def first_momentum(self, i: int) -> State:
+        """Give the m (and its mass) that client i starts its round from."""
+        if self.options["momentum"] == "average":
+            return {key: self.shared[key] for key in self.zero_momentum()}
+        if self.options["momentum"] == "keep" and i in self.kept:
+            return self.kept[i]
+        return self.zero_momentum()
+
+    def client(self, t: int, w: Array, i: int) -> tuple[Array, State, State, float]:
+        """Run the K steps of client i: its weights, its m and P (with masses), its loss."""
+        lr = self.client_lr(t)
+        beta1 = self.options["beta1"]
+        beta2 = self.options["beta2"]
+        tau = self.options["tau"]
+        shape = self.options["shape"]
+        how = self.options["accumulate"]
+        begin = self.first_momentum(i)
+        m = begin["m"]
+        m_mass = begin.get("m_mass", 0.0)
+        p = self.shared["P"]
+        p_mass = self.shared.get("P_mass", 0.0)
+        w_i = w.copy()
+        loss_i = 0.0
+        for x, y in self.task.local_data(t, i):
+            loss, g = self.task.gradient(w_i, x, y)
+            loss_i += loss / self.task.steps
+            m = beta1 * m + (1.0 - beta1) * g
+            p = accumulate(p, g - m, how, beta2, shape)
+            m_mass = beta1 * m_mass + (1.0 - beta1)
+            p_mass = beta2 * p_mass + (1.0 - beta2)
+            m_hat = m / m_mass if self.options["bias_correction"] else m
+            p_hat = p / p_mass if self.corrects_p() else p
+            w_i = w_i - lr * precondition(p_hat, m_hat, tau, shape)
+        m_state: State = {"m": m}
+        p_state: State = {"P": p}
+        if self.options["bias_correction"]:
+            m_state["m_mass"] = m_mass
+        if self.corrects_p():
+            p_state["P_mass"] = p_mass
+        return w_i, m_state, p_state, loss_i
+
+    def round(self, t: int, w: Array, cohort: Sequence[int]) -> tuple[Array, float]:
+        """All clients, then the means of w, P and (momentum "average") m."""
+        deltas = []
+        m_states = []
+        p_states = []
+        losses = []
+        for i in cohort:
+            w_i, m_state, p_state, loss_i = self.client(t, w, i)
+            deltas.append(w_i - w)
+            m_states.append(m_state)
+            p_states.append(p_state)
+            losses.append(loss_i)
+        for key in p_states[0]:
+            self.shared[key] = self.task.mean(cohort, [state[key] for state in p_states])
+        if self.options["momentum"] == "average":
+            for key in m_states[0]:
+                self.shared[key] = self.task.mean(cohort, [state[key] for state in m_states])
+        if self.options["momentum"] == "keep":
+            for i, m_state in zip(cohort, m_states, strict=True):
+                self.kept[i] = m_state
+        delta = self.task.mean(cohort, deltas)
+        return w + self.server_lr(t) * delta, self.task.mean(cohort, losses)
+
+
+class PreFedOpt(Algorithm):
+    """The paper's listing 3 (PreFedOpt): the covariance preconditioner on the server.
+
+    Read with m = beta1 m + (1 - beta1) g and descent along g = -Delta / K (per_step) or -Delta.
+    """
+
+    def start(self) -> None:
+        """Start at m = 0, P = 0."""
+        self.server["m"] = np.zeros(self.d)
+        self.server["P"] = zero_preconditioner(self.d, self.options["shape"])
+        if self.options["bias_correction"]:
+            self.server["m_mass"] = 0.0
+            if self.options["accumulate"] == "ema":
+                self.server["P_mass"] = 0.0
+
+    def round(self, t: int, w: Array, cohort: Sequence[int]) -> tuple[Array, float]:
+        """SGD on the clients, the covariance rule on the server."""
+        beta1 = self.options["beta1"]
+        beta2 = self.options["beta2"]
+        shape = self.options["shape"]
+        state = self.server
+        delta, loss = self.sgd_clients(t, w, cohort)
+        g = -delta / self.task.steps if self.options["per_step"] else -delta
+        state["m"] = beta1 * state["m"] + (1.0 - beta1) * g
+        state["P"] = accumulate(
+            state["P"], g - state["m"], self.options["accumulate"], beta2, shape
+        )
+        m_hat = state["m"]
+        p_hat = state["P"]
+        if "m_mass" in state:
+            state["m_mass"] = beta1 * state["m_mass"] + (1.0 - beta1)
+            m_hat = state["m"] / state["m_mass"]
+        if "P_mass" in state:
+            state["P_mass"] = beta2 * state["P_mass"] + (1.0 - beta2)
+            p_hat = state["P"] / state["P_mass"]
+        u = g if self.options["step_with"] == "delta" else m_hat
+        direction = precondition(p_hat, u, self.options["tau"], shape)
+        return w - self.server_lr(t) * direction, loss
+
+
+class PreFedSync(Algorithm):
+    """The paper's basic rule, before the listings: gradients are averaged in every local step."""
+
+    def start(self) -> None:
+        """Start at P = 0."""
+        self.shared["P"] = np.zeros(self.d)
+
+    def round(self, t: int, w: Array, cohort: Sequence[int]) -> tuple[Array, float]:
+        """All clients in lockstep; the means of w and P at the end."""
+        lr = self.client_lr(t)
+        tau = self.options["tau"]
+        how = self.options["accumulate"]
+        beta2 = self.options["beta2"]
+        data = {i: self.task.local_data(t, i) for i in cohort}
+        w_of = {i: w.copy() for i in cohort}
+        p_of = {i: self.shared["P"].copy() for i in cohort}
+        loss_of = dict.fromkeys(cohort, 0.0)
+        for k in range(self.task.steps):
+            g_of = {}
+            for i in cohort:
+                x, y = data[i][k]
+                loss, g_of[i] = self.task.gradient(w_of[i], x, y)
+                loss_of[i] += loss / self.task.steps
+            g_bar = self.task.mean(cohort, [g_of[i] for i in cohort])
+            for i in cohort:
+                p_of[i] = accumulate(p_of[i], g_of[i] - g_bar, how, beta2, "diagonal")
+                w_of[i] = w_of[i] - lr * g_of[i] / (np.sqrt(p_of[i]) + tau)
+        self.shared["P"] = self.task.mean(cohort, [p_of[i] for i in cohort])
+        delta = self.task.mean(cohort, [w_of[i] - w for i in cohort])
+        loss = self.task.mean(cohort, [loss_of[i] for i in cohort])
+        return w + self.server_lr(t) * delta, loss
+
+
+# ---------------------------------------------------------------------------------------------
+# The entry point
+# ---------------------------------------------------------------------------------------------
+
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    "fedavg": FedAvg,
+    "fedavgm": FedAvg,
+    "fedadagrad": FedAdaGrad,
+    "fedadam": FedAdam,
+    "fedyogi": FedYogi,
+    "adaalter": AdaAlter,
+    "prefed": PreFed,
+    "prefedopt": PreFedOpt,
+    "prefedsync": PreFedSync,
+    "scaffold": Scaffold,
+    "fedprox": FedProx,
+}
+
+
+def run(
+    name: str,
+    options: Mapping[str, Any],
+    grad: Gradient,
+    w0: Array,
+    clients: Sequence[Pair],
+    cohorts: Sequence[Sequence[int]],
+    steps: int,
+    *,
+    batches: Batches | None = None,
+    weighting: str = "uniform",
+    n_clients: int,
+) -> Trace:
+    """Run one algorithm for len(cohorts) rounds of `steps` local steps.
+
+    grad(w, x, y) gives (loss, gradient); cohorts holds the client ids of each round;
+    batches(round, client) gives the sample indices as an array (steps, batch), called once
+    per round and client; without it every step uses all samples of the client. client_lr and
+    server_lr are numbers or functions of the round, counted from 0.
+    """
+    full = complete(name, options)
+    task = Task(
+        grad=grad,
+        clients=clients,
+        steps=steps,
+        batches=batches,
+        weighting=weighting,
+        n_clients=n_clients,
+        clip_norm=full["clip_norm"],
+        weight_decay=full["weight_decay"],
+    )
+    w = np.array(w0, dtype=np.float64)
+    algorithm = ALGORITHMS[name](full, task, len(w))
+    trace = Trace()
+    for t, cohort in enumerate(cohorts):
+        if len(cohort) == 0 or len(set(cohort)) != len(cohort):
+            raise ValueError(f"round {t} needs distinct clients, got {list(cohort)}")
+        w, loss = algorithm.round(t, w, cohort)
+        trace.weights.append(w.copy())
+        trace.train_loss.append(float(loss))
+        trace.server.append(copy.deepcopy(algorithm.server))
+        trace.shared.append(copy.deepcopy(algorithm.shared))
+        trace.kept.append(copy.deepcopy(algorithm.kept))
+    return trace

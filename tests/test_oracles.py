@@ -1,0 +1,156 @@
+"""Every algorithm and every option against NumPy code written from the papers."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import prefed
+from prefed import draws
+from tests import oracles
+from tests.problems import SIZES, arrays, tiny_data, tiny_model
+
+ROUNDS, STEPS, BATCH = 4, 3, 5
+
+
+def grid(**options: list[Any]) -> list[dict[str, Any]]:
+    return [dict(zip(options, values, strict=True)) for values in product(*options.values())]
+
+
+OFF_ON = [False, True]
+SERVER_MOMENTS: dict[str, list[Any]] = {
+    "bias_correction": OFF_ON,
+    "tau_inside": OFF_ON,
+    "v0": [None, 0.0, 0.1],
+}
+COVARIANCE: dict[str, list[Any]] = {
+    "accumulate": ["ema", "sum"],
+    "shape": ["diagonal", "full"],
+    "bias_correction": OFF_ON,
+}
+CASES: dict[str, list[dict[str, Any]]] = {
+    "fedavg": grid(client_momentum=[0.0, 0.7], server_momentum=[0.0, 0.5], server_lr=[1.0, 0.3]),
+    "fedavgm": [{}],
+    "fedadagrad": grid(beta1=[0.0, 0.9], server_lr=[0.1], **SERVER_MOMENTS),
+    "fedadam": grid(server_lr=[0.1], tau=[1e-3, 0.1], **SERVER_MOMENTS),
+    "fedyogi": grid(server_lr=[0.1], beta2=[0.99, 0.8], **SERVER_MOMENTS),
+    "adaalter": [*grid(tau=[1e-3, 0.1], v0=[0.0, 0.5]), *grid(frozen=[True], v0=[1.0], tau=[0.1])],
+    "prefed": grid(momentum=["average", "reset", "keep"], beta2=[0.9, 0.99], **COVARIANCE),
+    "prefedopt": grid(
+        per_step=OFF_ON, step_with=["delta", "m"], server_lr=[0.02], tau=[1e-2], **COVARIANCE
+    ),
+    "prefedsync": grid(accumulate=["sum", "ema"], tau=[0.1]),
+    "scaffold": grid(server_lr=[1.0, 0.5]),
+    "fedprox": grid(mu=[0.0, 0.5]),
+}
+ANY_CLIENT = grid(clip_norm=[None, 0.3], weight_decay=[0.0, 0.05])[1:]
+ALL = [(name, options) for name, cases in CASES.items() for options in cases]
+ALL += [(name, options) for name, cases in CASES.items() for options in ANY_CLIENT]
+
+
+def compare(name: str, options: dict[str, Any], weighting: str, batch: int | None) -> None:
+    options = {"client_lr": 0.05, **options}
+    algorithm = prefed.ALGORITHMS.get(name)(**options)
+    data, model = tiny_data(), tiny_model()
+    simulation = prefed.Simulation(
+        algorithm,
+        model,
+        data,
+        prefed.Settings(
+            rounds=ROUNDS,
+            local_steps=STEPS,
+            clients_per_round=4,
+            batch_size=batch,
+            seed=3,
+            weighting=weighting,
+            device="cpu",
+        ),
+    )
+    clients = arrays()
+
+    def batches(round: int, client: int) -> Any:
+        samples = len(clients[client][0])
+        assert batch is not None
+        return draws.batches(3, round, client, samples, STEPS, batch).numpy()
+
+    start = simulation.server.weights.numpy().copy()
+    records = [simulation.run_round() for _ in range(ROUNDS)]
+    cohorts = [record["cohort"] for record in records]
+    assert len({tuple(c) for c in cohorts}) > 1
+    defaults = {"server_lr": algorithm.server_lr} if "server_lr" not in options else {}
+    trace = oracles.run(
+        name,
+        {**options, **defaults},
+        lambda w, x, y: oracles.loss_and_grad(w, x, y, SIZES),
+        start,
+        clients,
+        cohorts,
+        STEPS,
+        batches=None if batch is None else batches,
+        weighting=weighting,
+        n_clients=len(clients),
+    )
+    losses = [record["train_loss"] for record in records]
+    np.testing.assert_allclose(losses, trace.train_loss, rtol=1e-10, atol=1e-10)
+    close(simulation.server.weights, trace.weights[-1])
+    ours = simulation.server.shared | simulation.server.optimiser
+    theirs = trace.shared[-1] | trace.server[-1]
+    for field in set(ours) & set(theirs):
+        close(ours[field], theirs[field])
+    vectors = {n for n, v in ours.items() if v.numel() > 1}
+    assert vectors == {n for n, v in theirs.items() if np.size(v) > 1}
+    assert simulation.kept.keys() == trace.kept[-1].keys()
+    for client, kept in simulation.kept.items():
+        assert kept.keys() == trace.kept[-1][client].keys()
+        for field, value in kept.items():
+            close(value, trace.kept[-1][client][field])
+
+
+def close(ours: torch.Tensor, theirs: Any) -> None:
+    theirs = np.broadcast_to(theirs, ours.shape)
+    np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_every_registered_algorithm_has_an_oracle() -> None:
+    assert set(CASES) == set(prefed.ALGORITHMS.names())
+
+
+@pytest.mark.parametrize(("name", "options"), ALL, ids=lambda v: v if isinstance(v, str) else "")
+def test_full_batch(name: str, options: dict[str, Any]) -> None:
+    compare(name, options, "uniform", None)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("weighting", ["uniform", "samples"])
+@pytest.mark.parametrize("batch", [None, BATCH])
+def test_weighting_and_batches(name: str, weighting: str, batch: int | None) -> None:
+    for options in (CASES[name][0], CASES[name][-1]):
+        compare(name, options, weighting, batch)
+
+
+def test_schedules() -> None:
+    rate = prefed.schedule.step(0.1, decay=0.5, every=2)
+    algorithm = prefed.FedAdam(client_lr=rate, server_lr=prefed.schedule.cosine(0.1, rounds=4))
+    result = prefed.simulate(
+        algorithm, tiny_model(), tiny_data(), rounds=4, local_steps=2, batch_size=None
+    )
+    trace = oracles.run(
+        "fedadam",
+        {
+            "client_lr": lambda t: 0.1 * 0.5 ** (t // 2),
+            "server_lr": lambda t: 0.05 * (1 + np.cos(np.pi * t / 4)),
+        },
+        lambda w, x, y: oracles.loss_and_grad(w, x, y, SIZES),
+        prefed.simulate(
+            prefed.FedAvg(client_lr=1e-300), tiny_model(), tiny_data(), rounds=1, local_steps=1
+        ).weights.numpy(),
+        arrays(),
+        [list(range(6))] * 4,
+        2,
+        n_clients=6,
+    )
+    close(result.weights, trace.weights[-1])
