@@ -20,12 +20,13 @@ import tomllib
 from collections.abc import Callable, Iterable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import torch
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     SerializeAsAny,
     ValidationError,
     create_model,
@@ -60,6 +61,9 @@ class Named(BaseModel):
 
 class Data(Named):
     split: Named
+    validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """This share of the training samples is set aside, and evaluated on in place of the test set:
+    for choosing step sizes without a look at the test set."""
 
 
 class Config(Settings):
@@ -78,6 +82,8 @@ class Config(Settings):
     def make_simulation(self) -> Simulation:
         """The run, with data, split and first weights that depend on the config and seed alone."""
         dataset = DATASETS.get(self.data.name)(**self.data.options)
+        if self.data.validation:
+            dataset = dataset.hold_out(self.data.validation, draws.generator(self.seed, "held out"))
         split, generator = SPLITS.get(self.data.split.name), draws.generator(self.seed, "split")
         data = partition(dataset, split, generator, self.data.split.options)
         given = {"inputs": tuple(dataset.x.shape[1:]), "classes": int(dataset.y.max()) + 1}
@@ -203,7 +209,7 @@ def _check_parts(table: dict[str, Any]) -> list[str]:
         value = {"name": value} if isinstance(value, str) else value
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             return None  # the config's own check says so
-        return value["name"], {k: v for k, v in value.items() if k not in ("name", "split")}
+        return value["name"], {k: v for k, v in value.items() if k not in Data.model_fields}
 
     errors: list[str] = []
     sections = (

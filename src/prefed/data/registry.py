@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from prefed.data.federated import FederatedData, Partition, Transform
 from prefed.registry import Registry
@@ -16,10 +18,18 @@ from prefed.registry import Registry
 class Dataset:
     """A data set before it is split: training samples, test samples, and how to feed them."""
 
-    x: Any
-    y: Any
-    test: tuple[Any, Any]
+    x: Tensor
+    y: Tensor
+    test: tuple[Tensor, Tensor]
     transform: Transform | None = None
+
+    def hold_out(self, share: float, generator: np.random.Generator) -> Dataset:
+        """The same with a share of the training samples in place of the test samples."""
+        order = torch.from_numpy(generator.permutation(len(self.y)))
+        cut = max(1, round(share * len(order)))
+        held, rest = order[:cut], order[cut:]
+        test = (self.x[held], self.y[held])
+        return replace(self, x=self.x[rest], y=self.y[rest], test=test)
 
 
 Split = Callable[..., "list[np.ndarray[Any, Any]]"]

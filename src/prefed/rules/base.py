@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -80,6 +81,23 @@ class Rule(ABC):
                 self.step(w_part, g_part, dict(zip(state, rest, strict=True)), lr, k)
         else:
             self.step(w, g, state, lr, k)
+
+
+_local = threading.local()
+
+
+def scratch(like: Tensor) -> Tensor:
+    """Room of the shape of `like` with any content, valid until the thread's next call.
+
+    A block's worth of memory is kept: fetching it anew from the system for each block would cost
+    more than the arithmetic.
+    """
+    key, size = (like.dtype, like.device), like.numel()
+    kept: dict[object, Tensor] = _local.__dict__.setdefault("rooms", {})
+    room = kept.get(key)
+    if room is None or room.numel() < size:
+        room = kept[key] = torch.empty(size, dtype=like.dtype, device=like.device)
+    return room[:size].view(like.shape)
 
 
 def accumulate(into: Tensor, value: Tensor, beta: float, how: str) -> None:

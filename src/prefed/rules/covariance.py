@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prefed.layout import Layout
-from prefed.rules.base import Field, Rule, State, accumulate, grow_mass
+from prefed.rules.base import Field, Rule, State, accumulate, grow_mass, scratch
 
 Accumulate = Literal["ema", "sum"]
 
@@ -92,7 +92,7 @@ class _Fused(Covariance):
     def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
         E, V = state["m"], state["P"]
         c, c_new = self.scale(k), self.scale(k + 1)
-        r = torch.sub(g, E, alpha=c)
+        r = torch.sub(g, E, alpha=c, out=scratch(g))
         torch._fused_adam_(
             [w], [r], [E], [V], [], [_NO_BIAS_CORRECTION],
             lr=lr * c_new / self.beta1, beta1=c / c_new, beta2=self.beta2,
