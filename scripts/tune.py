@@ -25,21 +25,19 @@ from prefed.files import write_whole
 from prefed.jobs import Job, run_jobs
 
 SEEDS = (1000, 1001)
-CLIENT = [0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0]
-COARSE = [0.03, 0.1, 0.3, 1.0]
-TAU = [1e-4, 1e-3, 1e-2]
-ADAPTIVE_CLIENT = [0.0003, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05]
-SERVER = {"client_lr": COARSE, "server_lr": [0.01, 0.03, 0.1], "tau": [1e-4, 1e-3]}
+CLIENT = [0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0]
+ADAPTIVE_CLIENT = [0.001, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5]
+SERVER = {"client_lr": [0.1, 0.3, 1.0], "tau": [1e-5, 1e-4, 1e-3]}
 GRIDS: dict[str, dict[str, list[float]]] = {
     "fedavg": {"client_lr": CLIENT, "client_momentum": [0.0, 0.5, 0.9]},
-    "fedadagrad": SERVER,
-    "fedadam": SERVER,
-    "fedyogi": SERVER,
-    "adaalter": {"client_lr": ADAPTIVE_CLIENT, "tau": TAU},
-    "prefed": {"client_lr": ADAPTIVE_CLIENT, "tau": TAU},
-    "prefedopt": {"client_lr": COARSE, "server_lr": [0.003, 0.01, 0.03], "tau": [1e-4, 1e-3]},
+    "fedadagrad": {**SERVER, "server_lr": [0.03, 0.1, 0.3]},
+    "fedadam": {**SERVER, "server_lr": [0.01, 0.03, 0.1]},
+    "fedyogi": {**SERVER, "server_lr": [0.01, 0.03, 0.1]},
+    "adaalter": {"client_lr": ADAPTIVE_CLIENT, "tau": [1e-4, 1e-3, 1e-2]},
+    "prefed": {"client_lr": ADAPTIVE_CLIENT, "tau": [1e-4, 1e-3, 1e-2]},
+    "prefedopt": {**SERVER, "server_lr": [0.003, 0.01, 0.03]},
 }
-assert {len(list(product(*grid.values()))) for grid in GRIDS.values()} == {24}
+assert {len(list(product(*grid.values()))) for grid in GRIDS.values()} == {27}
 
 
 def main(preset: str) -> None:
@@ -73,7 +71,8 @@ def main(preset: str) -> None:
 
 
 def key(name: str, point: dict[str, float], seed: int) -> str:
-    return " ".join([name, *(f"{k}={v:g}" for k, v in point.items()), f"seed={seed}"])
+    options = (f"{k}={v:g}" for k, v in sorted(point.items()))
+    return " ".join([name, *options, f"seed={seed}"])
 
 
 def config(preset: str, name: str, point: dict[str, float], seed: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ without importing torch. What they are is listed once, in `prefed._api`.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("_"):
-        raise AttributeError(f"module 'prefed' has no attribute {name!r}")
-    api = importlib.import_module("prefed._api")
-    try:
-        return getattr(api, name)
-    except AttributeError:
-        raise AttributeError(f"module 'prefed' has no attribute {name!r}") from None
+    if not name.startswith("_"):
+        if importlib.util.find_spec(f"prefed.{name}") is not None:
+            return importlib.import_module(f"prefed.{name}")  # without all the other names
+        api = importlib.import_module("prefed._api")
+        if hasattr(api, name):
+            return getattr(api, name)
+    raise AttributeError(f"module 'prefed' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

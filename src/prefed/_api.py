@@ -13,12 +13,13 @@ from prefed.algorithms.scaffold import SCAFFOLD
 from prefed.data import DATASETS, SPLITS, FederatedData, Partition
 from prefed.diagnostics import CollapseWarning
 from prefed.engines import ENGINES
-from prefed.errors import Diverged, PrefedError
+from prefed.errors import Diverged, Interrupted, PrefedError
 from prefed.models import MODELS
+from prefed.results import load_runs, to_pandas
 from prefed.rules.base import Field, Rule
 from prefed.settings import Settings
 from prefed.sharing import average, keep, reset
-from prefed.simulation import Result, Simulation, simulate
+from prefed.simulation import Callback, Result, Simulation, simulate
 
 __all__ = [
     "ALGORITHMS",
@@ -29,6 +30,7 @@ __all__ = [
     "SPLITS",
     "AdaAlter",
     "Algorithm",
+    "Callback",
     "CollapseWarning",
     "Diverged",
     "FedAdagrad",
@@ -39,6 +41,7 @@ __all__ = [
     "FedYogi",
     "FederatedData",
     "Field",
+    "Interrupted",
     "Partition",
     "PreFed",
     "PreFedOpt",
@@ -50,8 +53,10 @@ __all__ = [
     "Simulation",
     "average",
     "keep",
+    "load_runs",
     "optim",
     "reset",
     "schedule",
     "simulate",
+    "to_pandas",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 from torch import Tensor
 
@@ -51,7 +52,7 @@ class CollapseWatch:
         self.server_side = algorithm.server_rule().preconditioner() is not None
         self.rounds = 0
 
-    def see(self, diagnosis: dict[str, float]) -> None:
+    def see(self, diagnosis: dict[str, Any]) -> None:
         if not self.server_side or "adaptive_share" not in diagnosis:
             return
         self.rounds = self.rounds + 1 if diagnosis["adaptive_share"] < COLLAPSED_SHARE else 0

@@ -26,6 +26,14 @@ class Diverged(RuntimeError):
         self.history = history
 
 
+class Interrupted(RuntimeError):
+    """The run was asked to stop, and can be resumed."""
+
+
+class CannotWrite(RuntimeError):
+    """The disk is full or read-only. What had been written before is intact."""
+
+
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """' (did you mean "x"?)' for the nearest name, or the list of names if none is near."""
     names = sorted(names)

@@ -1,16 +1,20 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and directories that one process has to itself."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from pathlib import Path
+from typing import IO
+
+from prefed.errors import PrefedError
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
     """Write to a temporary file beside it, flush it to the disk, and rename."""
     data = content.encode() if isinstance(content, str) else content
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -21,8 +25,42 @@ def write_whole(path: Path, content: bytes | str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)
+
+
+def sync(folder: Path) -> None:
+    """Make renames in a directory last through a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Temporary files of a process that was killed while writing."""
+    for path in folder.glob(".*.tmp"):
+        path.unlink(missing_ok=True)
+
+
+def lock(folder: Path) -> IO[str]:
+    """Hold the directory until the returned file is closed or the process ends, however it ends."""
+    file = open(folder / ".lock", "w")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise PrefedError(f"{folder}: another process is running there") from None
+    return file
+
+
+def is_locked(folder: Path) -> bool:
+    path = folder / ".lock"
+    if not path.exists():
+        return False
+    with open(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -99,6 +100,11 @@ def _work() -> None:
     from prefed.config import load
     from prefed.errors import Diverged, PrefedError
     from prefed.runs import execute, to_json
+    from prefed.simulation import Callback, Record
+
+    class Tell(Callback):
+        def on_round(self, record: Record) -> None:
+            print(f'{{"record": {to_json(record)}}}', file=out, flush=True)
 
     torch.set_num_threads(1)
     out = sys.stdout
@@ -107,11 +113,7 @@ def _work() -> None:
         job = json.loads(line)
         folder = None if job["folder"] is None else Path(job["folder"])
         try:
-            execute(
-                load(job["config"]),
-                folder,
-                lambda record: print(f'{{"record": {to_json(record)}}}', file=out, flush=True),
-            )
+            execute(load(job["config"]), folder, resume=True, callbacks=[Tell()])
             event: dict[str, Any] = {"done": True}
         except Diverged as error:
             event = {"diverged": str(error)}
@@ -123,4 +125,5 @@ def _work() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all: the parent ends us
     _work()

@@ -1,14 +1,25 @@
-"""A run on disk: config, environment, a line per round, the final model."""
+"""A run on disk: written safely, resumed exactly.
+
+config.toml          the resolved config, enough to run it again
+environment.json     versions, machine, git revision
+rounds.jsonl         a line per round, appended
+checkpoints/         the two newest (checkpoints.py)
+model.safetensors    the final weights under the model's own names
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,53 +28,200 @@ import safetensors.torch
 import tomli_w
 import torch
 
-from prefed import __version__
+from prefed import __version__, checkpoints
 from prefed.config import Config
-from prefed.errors import Diverged, PrefedError
-from prefed.files import write_whole
-from prefed.simulation import Record, Result, Simulation
+from prefed.errors import CannotWrite, Diverged, Interrupted, PrefedError
+from prefed.files import lock, remove_leftovers, write_whole
+from prefed.simulation import Callback, Record, Result, Simulation
 
-OnRound = Callable[[Record], None]
+SECONDS_BETWEEN = 10.0
+"""A checkpoint is due so long after the last one, or later if writing one takes long; after every
+round if this is 0."""
 
 
-def execute(config: Config, folder: Path | None, on_round: OnRound = lambda record: None) -> Result:
-    """Run a config to its end, writing it into `folder` unless that is None."""
-    simulation = config.make_simulation()
-    directory = None if folder is None else RunDirectory(folder, config)
-    while simulation.server.round < config.rounds:
-        try:
-            record = simulation.run_round()
-        except Diverged:
+def execute(
+    config: Config,
+    folder: Path | None = None,
+    *,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+    stop: Callable[[], bool] = lambda: False,
+) -> Result:
+    """Run a config to its end, writing it into `folder` unless that is None.
+
+    resume    go on where the run in `folder` was; without one there, begin
+    stop      asked after each round; if it says yes, the run is saved and Interrupted raised
+    """
+    if folder is None:
+        return _loop(config.make_simulation(), config, None, callbacks, stop)
+    directory = RunDirectory.open(folder, config, resume)
+    try:
+        simulation = config.make_simulation()
+        if directory.is_new:
+            directory.begin(simulation)
+        else:
+            directory.restore(simulation)
+        return _loop(simulation, config, directory, callbacks, stop)
+    finally:
+        directory.close()
+
+
+def _loop(
+    simulation: Simulation,
+    config: Config,
+    directory: RunDirectory | None,
+    callbacks: Sequence[Callback],
+    stop: Callable[[], bool],
+) -> Result:
+    try:
+        for callback in callbacks:
+            callback.on_start(config.to_dict())
+        while simulation.server.round < config.rounds:
+            try:
+                record = simulation.run_round()
+            except Diverged:
+                if directory:
+                    directory.append(simulation.history[-1])
+                raise
             if directory:
-                directory.append(simulation.history[-1])
-            raise
+                directory.append(record)
+                directory.checkpoint_if_due(simulation)
+            for callback in callbacks:
+                callback.on_round(record)
+            if stop() and simulation.server.round < config.rounds:
+                if directory:
+                    directory.checkpoint(simulation)
+                raise Interrupted(f"stopped after round {simulation.server.round}")
+        result = simulation.result()
         if directory:
-            directory.append(record)
-        on_round(record)
-    result = simulation.result()
-    if directory:
-        directory.save_model(simulation)
+            directory.checkpoint(simulation)
+            directory.save_model(simulation)
+    except (Diverged, Interrupted, CannotWrite) as error:
+        for callback in callbacks:
+            callback.on_stop(str(error))
+        raise
+    for callback in callbacks:
+        callback.on_end(result)
     return result
 
 
 class RunDirectory:
-    def __init__(self, folder: Path, config: Config) -> None:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise PrefedError(f"--out {folder}: exists and is not empty; choose another directory")
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        write_whole(folder / "config.toml", tomli_w.dumps(config.to_dict()))
-        write_whole(folder / "environment.json", json.dumps(environment(), indent=2) + "\n")
+    """One run's directory, locked while it is open."""
+
+    def __init__(self, folder: Path, config: Config, is_new: bool) -> None:
+        self.folder, self.is_new = folder, is_new
+        self.text = tomli_w.dumps(config.to_dict())
+        self.fingerprint = hashlib.sha256(self.text.encode()).hexdigest()
+        self._lock = lock(folder)
+        self._due = 0.0
+        self._lines: list[str] = []
+
+    @classmethod
+    def open(cls, folder: Path, config: Config, resume: bool) -> RunDirectory:
+        """The directory if this config may be run there; otherwise an error that says why."""
+        existing = folder / "config.toml"
+        if existing.exists():
+            if differences := diff(read_config(folder), config.to_dict()):
+                raise PrefedError(
+                    f"{folder}: holds a run of another config; choose another directory\n"
+                    + "\n".join(differences)
+                )
+            if not resume:
+                raise PrefedError(
+                    f"{folder}: holds this run already; add --resume to go on with it, "
+                    f"or choose another directory"
+                )
+        elif folder.exists() and (not folder.is_dir() or any(_visible(folder))):
+            raise PrefedError(f"{folder}: is not empty and holds no run; choose another directory")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return cls(folder, config, is_new=not existing.exists())
+        except OSError as error:
+            raise PrefedError(f"{folder}: cannot be written: {error}") from None
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def begin(self, simulation: Simulation) -> None:
+        """The config comes last: a directory that has one also has a checkpoint to begin from."""
+        remove_leftovers(self.folder)
+        about = json.dumps(environment(), indent=2) + "\n"
+        with self._writing():
+            write_whole(self.folder / "environment.json", about)
+            write_whole(self.folder / "rounds.jsonl", "")
+            self.checkpoint(simulation)
+            write_whole(self.folder / "config.toml", self.text)
+
+    def restore(self, simulation: Simulation) -> None:
+        remove_leftovers(self.folder)
+        saved = checkpoints.load(self.folder / "checkpoints", self.fingerprint)
+        self._lines = saved.rounds.splitlines()
+        simulation.restore(saved.tensors, [json.loads(line) for line in self._lines])
+        with self._writing():
+            write_whole(self.folder / "rounds.jsonl", saved.rounds)  # forget what came after
+        self._due = time.monotonic() + SECONDS_BETWEEN
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CannotWrite(
+                f"{self.folder}: cannot be written: {error.strerror or error}. What is there is "
+                f"intact; make room and go on with --resume"
+            ) from error
 
     def append(self, record: Record) -> None:
-        with open(self.folder / "rounds.jsonl", "a") as file:
-            file.write(to_json(record) + "\n")
+        line = to_json(record)
+        self._lines.append(line)
+        with self._writing(), open(self.folder / "rounds.jsonl", "a") as file:
+            file.write(line + "\n")
+
+    def checkpoint_if_due(self, simulation: Simulation) -> None:
+        if time.monotonic() >= self._due:
+            self.checkpoint(simulation)
+
+    def checkpoint(self, simulation: Simulation) -> None:
+        start = time.monotonic()
+        tensors = {name: value.cpu() for name, value in simulation.snapshot().items()}
+        lines = "".join(line + "\n" for line in self._lines)
+        saved = checkpoints.Checkpoint(simulation.server.round, tensors, lines)
+        with self._writing():
+            checkpoints.save(self.folder / "checkpoints", self.fingerprint, saved)
+        now = time.monotonic()
+        self._due = now + (max(SECONDS_BETWEEN, 20 * (now - start)) if SECONDS_BETWEEN else 0)
 
     def save_model(self, simulation: Simulation) -> None:
         """The final weights under the model's own names, buffers and frozen parameters too."""
         tensors = simulation.task.flat.module.state_dict()
         plain = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-        write_whole(self.folder / "model.safetensors", safetensors.torch.save(plain))
+        with self._writing():
+            write_whole(self.folder / "model.safetensors", safetensors.torch.save(plain))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads((folder / "config.toml").read_text())
+    except (OSError, ValueError) as error:
+        raise PrefedError(f"{folder / 'config.toml'}: cannot be read: {error}") from None
+
+
+def diff(there: dict[str, Any], here: dict[str, Any], path: str = "") -> list[str]:
+    """One line for each key whose value differs."""
+    lines = []
+    for key in sorted({*there, *here}):
+        a, b = there.get(key, "(not set)"), here.get(key, "(not set)")
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += diff(a, b, f"{path}{key}.")
+        elif a != b:
+            lines.append(f"  {path}{key}: {a} there, {b} asked for")
+    return lines
+
+
+def _visible(folder: Path) -> list[Path]:
+    """What is in a directory, but for what a run leaves that was killed before it began."""
+    ours = {"checkpoints", "environment.json", "rounds.jsonl"}
+    return [p for p in folder.iterdir() if p.name not in ours and not p.name.startswith(".")]
 
 
 def to_json(record: Record) -> str:

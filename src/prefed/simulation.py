@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,6 +42,22 @@ class Result:
     """The final global state, with the optimiser state."""
     kept: dict[int, State]
     """The state that clients keep, for those that took part."""
+
+
+class Callback:
+    """Looks on while a run goes. Override what you need; the run does not change."""
+
+    def on_start(self, config: dict[str, Any]) -> None:
+        """Before the first round of this process, with plain values that say what is run."""
+
+    def on_round(self, record: Record) -> None:
+        """After each round."""
+
+    def on_end(self, result: Result) -> None:
+        """After the last round."""
+
+    def on_stop(self, reason: str) -> None:
+        """In place of on_end if the run did not get there: it diverged or was interrupted."""
 
 
 class Simulation:
@@ -127,6 +143,37 @@ class Simulation:
         loss, accuracy = self.task.evaluate(*self.data.test.all())
         return {"test_loss": loss, "test_accuracy": accuracy}
 
+    def snapshot(self) -> dict[str, Tensor]:
+        """All that the next rounds depend on, by name. Not a copy: write it before going on."""
+        server = self.server
+        tensors = {"weights": server.weights, "buffers": server.buffers}
+        tensors |= {f"optimiser.{name}": value for name, value in server.optimiser.items()}
+        tensors |= {f"shared.{name}": value for name, value in server.shared.items()}
+        clients = sorted(self.kept)
+        if clients:
+            tensors["kept.clients"] = torch.tensor(clients)
+            for name in self.kept[clients[0]]:
+                tensors[f"kept.{name}"] = torch.stack([self.kept[c][name] for c in clients])
+        return tensors
+
+    def restore(self, tensors: dict[str, Tensor], history: list[Record]) -> None:
+        """Go on from a snapshot that was taken after the rounds in `history`."""
+        here = self.snapshot()
+        for name, value in here.items():
+            if name not in tensors or tensors[name].shape != value.shape:
+                raise PrefedError(f"the saved state does not fit this run: {name}")
+            value.copy_(tensors[name])
+        clients = tensors.get("kept.clients", torch.empty(0)).tolist()
+        fields = [n for n in tensors if n.startswith("kept.") and n != "kept.clients"]
+        for row, client in enumerate(clients):
+            self.kept[int(client)] = {
+                name.removeprefix("kept."): tensors[name][row].to(self.task.device).clone()
+                for name in fields
+            }
+        self.server.round, self.history = len(history), list(history)
+        for record in history:
+            self._collapse.see(record)
+
     def result(self) -> Result:
         self._load()
         model = self.task.flat.module.eval()
@@ -163,14 +210,14 @@ def simulate(
     workers: int = 1,
     device: str = "auto",
     evaluate_every: int = 1,
-    on_round: Iterable[Callable[[Record], None]] = (),
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Train `model` on `data` with `algorithm`; the model that is handed in stays as it is.
 
     clients_per_round  drawn anew in each round; None is everyone
     batch_size         drawn from a client's samples in each step; None is all of them
     weighting          of clients in the mean: "uniform", or by their number of "samples"
-    on_round           functions that are called with the record of each round
+    callbacks          see prefed.Callback
     """
     try:
         settings = Settings(
@@ -188,8 +235,13 @@ def simulate(
     except ValidationError as error:
         raise PrefedError("\n".join(explain(error, Settings))) from None
     simulation = Simulation(algorithm, model, data, settings, loss)
+    for callback in callbacks:
+        callback.on_start({"algorithm": algorithm.model_dump(), **settings.model_dump()})
     for _ in range(rounds):
         record = simulation.run_round()
-        for callback in on_round:
-            callback(record)
-    return simulation.result()
+        for callback in callbacks:
+            callback.on_round(record)
+    result = simulation.result()
+    for callback in callbacks:
+        callback.on_end(result)
+    return result

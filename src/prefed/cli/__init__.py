@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from prefed.cli import compare, run, show
+from prefed.cli import compare, report, run, show, sweep
 
 app = typer.Typer(
     help="Adaptive and preconditioned federated optimisation.",
@@ -15,21 +15,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for module in (run, compare, show):
+for module in (run, compare, sweep, report, show):
     module.add_to(app)
 
 
 def main() -> None:
     """Exit codes: 0 done, 2 bad usage or config, 1 a run that failed, 130 interrupted."""
-    from prefed.errors import Diverged, PrefedError
+    from prefed.errors import CannotWrite, Diverged, Interrupted, PrefedError
 
     try:
         app()
     except PrefedError as error:
-        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
-        sys.exit(2)
+        code, text = 2, "\n".join(f"error: {line}" for line in str(error).splitlines())
     except Diverged as error:
-        print(f"diverged: {error}", file=sys.stderr)
-        sys.exit(1)
+        code, text = 1, f"diverged: {error}"
+    except CannotWrite as error:
+        code, text = 1, f"error: {error}"
+    except Interrupted as error:
+        code, text = 130, f"{error}; go on with --resume"
     except KeyboardInterrupt:
-        sys.exit(130)
+        code, text = 130, "stopped; go on with --resume"
+    print(text, file=sys.stderr)
+    sys.exit(code)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from prefed.cli.options import Changes, Out, Quiet, Source
+from prefed.cli.options import Changes, Out, Quiet, Source, Workers
 
 
 def add_to(app: typer.Typer) -> None:
@@ -21,29 +21,29 @@ def compare(
     target: Annotated[float, typer.Option(min=0, max=1, help="accuracy to count rounds to")] = 0.9,
     set: Changes = [],  # noqa: B006
     out: Out = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="processes; default: cores")] = None,
+    workers: Workers = None,
     quiet: Quiet = False,
 ) -> None:
-    """Run several algorithms with several seeds side by side, and print the table."""
+    """Run several algorithms with several seeds, and rank them.
+
+    Seeds are paired: each algorithm sees the same split, first weights, cohorts and batches.
+    With --out, the same command again goes on where it was stopped.
+    """
     from rich.console import Console
 
-    from prefed.cli.progress import bar, describe
-    from prefed.compare import Run, table
-    from prefed.compare import compare as run_all
+    from prefed.cli.live import LiveRuns, new_out, split_names
+    from prefed.cli.tables import ranking
     from prefed.config import algorithms_of
+    from prefed.experiments import plan_comparison, run_all
+    from prefed.report import write_report
+    from prefed.summary import group
 
-    names = algorithms.split(",") if algorithms else algorithms_of(config)
-
-    with bar(len(names) * seeds, "runs") as advance:
-
-        def show(run: Run, event: dict[str, object]) -> None:
-            if "record" in event:
-                return
-            title = f"{run.algorithm} seed {run.seed}"
-            text = run.problem or describe(run.history[-1])
-            advance(f"{title}: {text}", None if quiet else f"{title}: {text}")
-
-        runs = run_all(config, names, seeds, set, out, workers, show)
-    Console().print(table(runs, target))
-    if any(run.problem and run.problem != "diverged" for run in runs):
-        raise typer.Exit(1)
+    names = split_names(algorithms) if algorithms else algorithms_of(config)
+    folder = out or new_out("compare", config)
+    planned = plan_comparison(config, names, seeds, set, folder)
+    with LiveRuns(len(planned), quiet) as live:
+        runs = run_all(planned, workers, live.on_event)
+    write_report(runs, folder / "report.html", target=target, title=f"{config}: a comparison")
+    if not quiet:
+        Console().print(ranking(group(runs), target))
+        print(f"report: {folder / 'report.html'}")

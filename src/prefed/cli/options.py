@@ -19,3 +19,6 @@ Changes = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option("--out", help="directory to write to")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="print nothing but errors")]
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="runs at a time; by default the number of cores")
+]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +16,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from prefed.simulation import Callback
+
 
 def describe(record: dict[str, Any]) -> str:
     """Loss and accuracy of a round, in words."""
@@ -26,30 +26,67 @@ def describe(record: dict[str, Any]) -> str:
     return text if accuracy is None else f"{text}  accuracy {accuracy:.1%}"
 
 
-@contextmanager
-def bar(total: int, unit: str) -> Iterator[Any]:
-    """A function advance(text, plain) that moves on by one; `plain` is what is printed, if
-    anything, where there is no terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+class Bar:
+    """A bar on a terminal. Elsewhere `advance` prints its plain text, if it has one."""
 
-        def say(text: str, plain: str | None) -> None:
-            if plain is not None:
-                print(plain, flush=True)
+    def __init__(self, total: int, unit: str, quiet: bool) -> None:
+        self.quiet = quiet
+        console = Console(stderr=True)
+        self._progress = None
+        if console.is_terminal and not quiet:
+            self._progress = Progress(
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn(unit + "  {task.description}", markup=False),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._progress.add_task("", total=total)
 
-        yield say
-        return
-    columns = (
-        BarColumn(), MofNCompleteColumn(), TextColumn(unit + "  {task.description}"),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=total)
+    def advance(self, text: str, plain: str | None, by: int = 1) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, advance=by, description=text)
+        elif plain is not None and not self.quiet:
+            print(plain, flush=True)
 
-        def advance(text: str, plain: str | None) -> None:
-            progress.update(task, advance=1, description=text)
+    def __enter__(self) -> Any:
+        if self._progress is not None:
+            self._progress.start()
+        return self
 
-        yield advance
+    def __exit__(self, *error: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+class RoundBar(Bar, Callback):
+    """The rounds of one run."""
+
+    def __init__(self, rounds: int, quiet: bool) -> None:
+        super().__init__(rounds, "rounds", quiet)
+        self.rounds, self._seen = rounds, 0
+
+    def describe(self, record: dict[str, Any]) -> str:
+        return describe(record)
+
+    def on_round(self, record: dict[str, Any]) -> None:
+        text = describe(record)
+        by, self._seen = record["round"] - self._seen, record["round"]
+        self.advance(text, f"round {record['round']}/{self.rounds}  {text}", by)
+
+
+class JsonLines(RoundBar):
+    """Each round as a line of JSON, for other programs."""
+
+    def __init__(self) -> None:
+        super().__init__(0, quiet=True)
+
+    def on_round(self, record: dict[str, Any]) -> None:
+        from prefed.runs import to_json
+
+        print(to_json(record), flush=True)
 
 
 def show_warnings_plainly() -> None:

@@ -17,32 +17,39 @@ def run(
     config: Source,
     set: Changes = [],  # noqa: B006
     out: Out = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --out")] = False,
     quiet: Quiet = False,
     json: Annotated[bool, typer.Option("--json", help="print each round as a JSON line")] = False,
+    track: Annotated[
+        list[str], typer.Option(help="tensorboard, mlflow or wandb; may be given more than once")
+    ] = [],  # noqa: B006
 ) -> None:
-    """Run one config or preset and write it to a directory."""
-    from prefed.cli.progress import bar, describe, show_warnings_plainly
+    """Run one config or preset and write it to a directory.
+
+    Ctrl-C finishes the round, saves and stops; a second one stops at once. Either way
+    the same command with --resume goes on and ends in the same bits.
+    """
+    from prefed.cli.interrupt import StopOnSignal
+    from prefed.cli.progress import JsonLines, RoundBar, show_warnings_plainly
     from prefed.config import load
-    from prefed.runs import execute, to_json
+    from prefed.runs import execute
+    from prefed.tracking import tracker
 
     show_warnings_plainly()
     loaded = load(config, set)
+    if resume and out is None:
+        raise typer.BadParameter("--resume needs --out, the directory of the run to go on with")
     folder = out or _new_folder(config, loaded.algorithm.name, loaded.seed)
-    if quiet or json:
-        show = (
-            (lambda record: print(to_json(record), flush=True)) if json else (lambda record: None)
-        )
-        execute(loaded, folder, show)
-        return
-    with bar(loaded.rounds, "rounds") as advance:
+    trackers = [tracker(name, folder) for name in track]
+    progress = JsonLines() if json else RoundBar(loaded.rounds, quiet)
+    with progress, StopOnSignal() as stop:
         result = execute(
-            loaded,
-            folder,
-            lambda r: advance(describe(r), f"round {r['round']}/{loaded.rounds}  {describe(r)}"),
+            loaded, folder, resume=resume, callbacks=[progress, *trackers], stop=stop.asked
         )
-    up = sum(record["bytes_up"] for record in result.history) / 1e6
-    print(f"{loaded.algorithm.name}: {describe(result.history[-1])}, {up:.1f} MB up")
-    print(f"written to {folder}")
+    if not (quiet or json):
+        up = sum(record["bytes_up"] for record in result.history) / 1e6
+        print(f"{loaded.algorithm.name}: {progress.describe(result.history[-1])}, {up:.1f} MB up")
+        print(f"written to {folder}")
 
 
 def _new_folder(config: str, algorithm: str, seed: int) -> Path:

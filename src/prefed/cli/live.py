@@ -1,0 +1,65 @@
+"""What many runs are doing: a table that is redrawn on a terminal, a line per run elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from prefed.cli.progress import describe
+from prefed.experiments import Planned
+
+ROWS = 24
+"""Rows of the live table: what is running comes first."""
+
+
+class LiveRuns:
+    def __init__(self, total: int, quiet: bool) -> None:
+        self.total, self.quiet, self.done = total, quiet, 0
+        self.current: dict[str, str] = {}
+        console = Console(stderr=True)
+        self.live = None
+        if console.is_terminal and not quiet:
+            self.live = Live(console=console, refresh_per_second=6, get_renderable=self._draw)
+
+    def __enter__(self) -> LiveRuns:
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.live:
+            self.live.stop()
+
+    def on_event(self, planned: Planned, event: dict[str, Any]) -> None:
+        if "record" in event:
+            record = event["record"]
+            rounds = f"round {record['round']}/{planned.config.rounds}"
+            self.current[planned.title] = f"{rounds}  {describe(record)}"
+            return
+        self.done += 1
+        last = self.current.pop(planned.title, "")
+        if not self.live and not self.quiet:
+            print(f"[{self.done}/{self.total}] {planned.title}: {event['end']}  {last}", flush=True)
+
+    def _draw(self) -> Table:
+        view = Table("run", "state", title=f"{self.done} of {self.total} runs done")
+        for title, state in list(self.current.items())[:ROWS]:
+            view.add_row(title, state)
+        return view
+
+
+def new_out(kind: str, config: str) -> Any:
+    """A fresh directory for an experiment without --out."""
+    from datetime import datetime
+    from pathlib import Path
+
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"{kind}-{Path(config).stem}-{stamp}"
+
+
+def split_names(text: str) -> Sequence[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(report)
+    app.command()(runs)
+
+
+Folders = Annotated[list[Path], typer.Argument(metavar="DIR...", help="directories with runs")]
+
+
+def report(
+    folders: Folders,
+    output: Annotated[Path, typer.Option("-o", "--output", help="HTML file")] = Path("report.html"),
+    target: Annotated[float, typer.Option(min=0, max=1, help="accuracy to count rounds to")] = 0.9,
+    title: Annotated[str, typer.Option(help="heading of the report")] = "prefed report",
+) -> None:
+    """Write one HTML file that opens offline, and a folder of figures (PDF and PNG) beside it."""
+    from prefed.errors import PrefedError
+    from prefed.report import write_report
+    from prefed.results import load_runs
+
+    found = load_runs(*folders)
+    if not found:
+        raise PrefedError(f"{', '.join(map(str, folders))}: no runs there")
+    figures = write_report(found, output, target=target, title=title)
+    print(f"{len(found)} runs: {output} and {len(figures)} figures in {output.with_suffix('')}")
+
+
+def runs(folders: Folders) -> None:
+    """List the runs in directories: status, progress and headline figures."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from prefed.results import load_runs
+
+    view = Table("run", "algorithm", "seed", "status", "rounds", "accuracy %", "best %", "MB up")
+    for run in load_runs(*folders):
+        accuracies = [a for r in run.history if (a := r.get("test_accuracy")) is not None]
+        view.add_row(
+            str(run.folder), run.algorithm, str(run.seed), run.status,
+            f"{len(run.history)}/{run.config['rounds']}",
+            f"{100 * accuracies[-1]:.1f}" if accuracies else "-",
+            f"{100 * max(accuracies):.1f}" if accuracies else "-",
+            f"{run.total('bytes_up') / 1e6:.1f}",
+        )  # fmt: skip
+    Console().print(view)

@@ -1,0 +1,97 @@
+"""From runs to curves: for each group of seeds a mean and the range around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from prefed.results import StoredRun
+from prefed.summary import Group
+
+MOST_POINTS = 400
+"""A curve with more is thinned: no screen shows them, and the file stays small."""
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c564b")
+"""Told apart by the colour-blind (Okabe and Ito)."""
+
+X: dict[str, tuple[str, Callable[[StoredRun], list[float]]]] = {
+    "round": ("round", lambda run: [float(r["round"]) for r in run.history]),
+    "megabytes": (
+        "megabytes uploaded",
+        lambda run: [b / 1e6 for b in accumulate(r["bytes_up"] for r in run.history)],
+    ),
+    "seconds": ("seconds", lambda run: list(accumulate(r["seconds"] for r in run.history))),
+}
+
+
+@dataclass
+class Curve:
+    label: str
+    colour: str
+    x: list[float] = field(default_factory=list)
+    mean: list[float] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Chart:
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    curves: list[Curve]
+    percent: bool = False
+    log: bool = False
+
+    def has_data(self) -> bool:
+        return any(curve.x for curve in self.curves)
+
+
+def charts(groups: list[Group]) -> list[Chart]:
+    """What a report shows, in order; charts without data are left out."""
+
+    def chart(name: str, title: str, y: str, y_label: str, x: str = "round", **kind: Any) -> Chart:
+        curves = [curve(group, y, x, COLOURS[i % len(COLOURS)]) for i, group in enumerate(groups)]
+        return Chart(name, title, X[x][0], y_label, curves, **kind)
+
+    accuracy = ("test_accuracy", "test accuracy")
+    made = [
+        chart("accuracy", "Test accuracy", *accuracy, percent=True),
+        chart("loss", "Training loss", "train_loss", "training loss", log=True),
+        chart("test-loss", "Test loss", "test_loss", "test loss", log=True),
+        chart("accuracy-megabytes", "Accuracy for upload", *accuracy, x="megabytes", percent=True),
+        chart("accuracy-seconds", "Accuracy for time", *accuracy, x="seconds", percent=True),
+        chart("adaptive-share", "Coordinates with √P > τ", "adaptive_share", "share", percent=True),
+        chart("median-step", "Median effective step", "median_step", "lr / (√P + τ)", log=True),
+    ]
+    return [c for c in made if c.has_data()]
+
+
+def curve(group: Group, y: str, x: str, colour: str) -> Curve:
+    """Mean and range over the seeds, at the rounds that all of them have."""
+    result = Curve(group.label, colour)
+    runs = [run for run in group.runs if any(r.get(y) is not None for r in run.history)]
+    if not runs:
+        return result
+    rounds = min(len(run.history) for run in runs)
+    positions = np.array([X[x][1](run)[:rounds] for run in runs]).mean(axis=0)
+    values = np.array(
+        [
+            [np.nan if (v := r.get(y)) is None else float(v) for r in run.history[:rounds]]
+            for run in runs
+        ]
+    )
+    known = np.flatnonzero(~np.isnan(values).any(axis=0))
+    if len(known) > MOST_POINTS:
+        known = known[np.unique(np.linspace(0, len(known) - 1, MOST_POINTS).astype(int))]
+    for name, column in (
+        ("x", positions), ("mean", values.mean(axis=0)),
+        ("low", values.min(axis=0)), ("high", values.max(axis=0)),
+    ):  # fmt: skip
+        setattr(result, name, [float(f"{v:.6g}") for v in column[known]])
+    return result

@@ -1,0 +1,96 @@
+"""The same curves as figures for papers: PDF and PNG."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from prefed.files import write_whole
+from prefed.report.curves import Chart
+from prefed.sweep import Scored
+
+
+def draw_chart(chart: Chart) -> Figure:
+    figure, axes = _figure()
+    for i, curve in enumerate(c for c in chart.curves if c.x):
+        style = ("-", "--", "-.", ":")[i // 8 % 4]
+        axes.plot(curve.x, curve.mean, style, color=curve.colour, label=curve.label, lw=1.3)
+        axes.fill_between(curve.x, curve.low, curve.high, color=curve.colour, alpha=0.15, lw=0)
+    axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
+    if chart.percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    if chart.log:
+        axes.set_yscale("log")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def draw_heat_map(scored: list[Scored]) -> Figure | None:
+    """Validation accuracy over the first two swept keys (the best over the others), or None."""
+    keys = list(scored[0].point)[:2]
+    if len(keys) < 2:
+        return None
+    columns, rows = (_sorted({s.point[key] for s in scored}) for key in keys)
+    if len(columns) * len(rows) > 2 * len(scored):
+        return None  # drawn at random: no grid to show
+    best: dict[tuple[str, str], float] = {}
+    for s in scored:
+        cell = (s.point[keys[0]], s.point[keys[1]])
+        best[cell] = max(best.get(cell, -math.inf), s.score)
+    figure, axes = _figure()
+    values = [[100 * best.get((column, row), math.nan) for column in columns] for row in rows]
+    finite = [v for line in values for v in line if math.isfinite(v)]
+    shown = [[v if math.isfinite(v) else math.nan for v in line] for line in values]
+    image = axes.imshow(shown, origin="lower", cmap="viridis", aspect="auto",
+                        vmin=min(finite, default=0), vmax=max(finite, default=1))  # fmt: skip
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set(xlabel=keys[0], ylabel=keys[1])
+    middle = (min(finite, default=0) + max(finite, default=1)) / 2
+    for y, line in enumerate(values):
+        for x, value in enumerate(line):
+            text = f"{value:.1f}" if math.isfinite(value) else ("div." if value < 0 else "")
+            colour = "white" if math.isfinite(value) and value < middle else "black"
+            axes.text(x, y, text, ha="center", va="center", color=colour, fontsize=8)
+    figure.colorbar(image, label="validation accuracy %")
+    return figure
+
+
+def save(figure: Figure, path: Path) -> list[Path]:
+    """As NAME.pdf and NAME.png."""
+    written = []
+    for kind in ("pdf", "png"):
+        target = path.with_name(f"{path.name}.{kind}")
+        write_whole(target, to_bytes(figure, kind))
+        written.append(target)
+    return written
+
+
+def to_bytes(figure: Figure, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    # No date in the file: the same runs give the same bytes.
+    metadata: dict[str, Any] = {"CreationDate": None} if kind == "pdf" else {"Software": None}
+    figure.savefig(buffer, format=kind, dpi=160, metadata=metadata)
+    return buffer.getvalue()
+
+
+def _figure() -> tuple[Figure, Any]:
+    figure = Figure(figsize=(5.2, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, lw=0.5)
+    return figure, axes
+
+
+def _sorted(texts: set[str]) -> list[str]:
+    try:
+        return sorted(texts, key=float)
+    except ValueError:
+        return sorted(texts)

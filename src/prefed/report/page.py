@@ -1,0 +1,98 @@
+"""The HTML report. All of it is in one file; whatever comes from users is escaped."""
+
+from __future__ import annotations
+
+import base64
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tomli_w
+from markupsafe import Markup
+
+from prefed import __version__
+from prefed.cli.tables import HEADINGS, ranking_cells
+from prefed.files import write_whole
+from prefed.report import figures
+from prefed.report.curves import charts
+from prefed.results import StoredRun
+from prefed.summary import Group, group
+from prefed.sweep import Scored
+
+
+def write_report(
+    runs: Sequence[StoredRun],
+    path: Path,
+    *,
+    target: float = 0.9,
+    title: str = "prefed report",
+    sweep: list[Scored] | None = None,
+) -> list[Path]:
+    """Write the report to `path` and its figures into the folder of that name; their paths."""
+    groups = group(runs)
+    shown = charts(groups)
+    folder = path.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for chart in shown:
+        written += figures.save(figures.draw_chart(chart), folder / chart.name)
+    heat_map = figures.draw_heat_map(sweep) if sweep else None
+    if heat_map is not None:
+        written += figures.save(heat_map, folder / "heat-map")
+    page = _template().render(
+        title=title,
+        version=__version__,
+        headings=[heading.format(target=f"{target:.0%}") for heading in HEADINGS],
+        rows=[(g.label, ranking_cells(g, target)) for g in groups],
+        seeds=max(len(g.runs) for g in groups),
+        diverged=_diverged(groups),
+        charts=shown,
+        data=[asdict(chart) for chart in shown],
+        heat_map=_image(heat_map),
+        configs=[(g.label, tomli_w.dumps(g.runs[0].config), _commands(g)) for g in groups],
+        environment=runs[0].environment,
+        command=shlex.join(["prefed", *sys.argv[1:]]),
+        style=_asset("style.css"),
+        script=_asset("charts.js"),
+    )
+    write_whole(path, page)
+    return written
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("prefed.report", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html")
+
+
+def _asset(name: str) -> Markup:
+    return Markup(files("prefed.report").joinpath(name).read_text())
+
+
+def _image(figure: Any) -> str | None:
+    if figure is None:
+        return None
+    return "data:image/png;base64," + base64.b64encode(figures.to_bytes(figure, "png")).decode()
+
+
+def _diverged(groups: list[Group]) -> list[str]:
+    return [
+        f"{g.label}, seed {run.seed}: in round {len(run.history)}"
+        for g in groups
+        for run in g.runs
+        if run.status == "diverged"
+    ]
+
+
+def _commands(g: Group) -> list[str]:
+    return [f"prefed run {shlex.quote(str(run.folder / 'config.toml'))}" for run in g.runs]
