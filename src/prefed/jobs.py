@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -54,10 +55,15 @@ def run_jobs(jobs: list[Job], workers: int) -> Iterator[Event]:
             else:
                 yield event
     finally:
+        waiting.queue.clear()
         for process in processes:
             process.terminate()
-        for process in processes:
+        for thread, process in zip(threads, processes, strict=True):
+            thread.join()
             process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with suppress(OSError):
+                    pipe.close()  # type: ignore[union-attr]
 
 
 def _serve(

@@ -11,6 +11,17 @@ from typing import Any
 from prefed.results import StoredRun
 from prefed.stats import bootstrap_interval, sign_flip_p
 
+HEADINGS = (
+    "accuracy %\n[95 % interval]",
+    "p vs\nbest",
+    "rounds\nto {target}",
+    "MB up\nto {target}",
+    "MB\nup",
+    "MB\ndown",
+    "s",
+)
+"""Of a ranking, after the label: what `Group.cells` fills."""
+
 
 @dataclass
 class Group:
@@ -48,6 +59,29 @@ class Group:
 
     def mean_total(self, key: str) -> float:
         return fmean(run.total(key) for run in self.runs)
+
+    def cells(self, target: float) -> list[str]:
+        """The columns of a ranking, as text."""
+        mean, interval, reached = self.mean(), self.interval(), self.to_target(target)
+        accuracy = "-" if mean is None else f"{100 * mean:.1f}"
+        if interval is not None:
+            accuracy += f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
+        for status in ("diverged", "interrupted", "running"):
+            if count := self.count(status):
+                accuracy += f" ({count}/{len(self.runs)} {status})"
+        rounds = megabytes = "-"
+        if reached is not None:
+            some = f" ({reached[2]}/{len(self.runs)})" if reached[2] < len(self.runs) else ""
+            rounds, megabytes = f"{reached[0]:.0f}{some}", f"{reached[1]:.1f}"
+        return [
+            accuracy,
+            "" if self.p_value is None else f"{self.p_value:.2g}",
+            rounds,
+            megabytes,
+            f"{self.mean_total('bytes_up') / 1e6:.1f}",
+            f"{self.mean_total('bytes_down') / 1e6:.1f}",
+            f"{self.mean_total('seconds'):.1f}",
+        ]
 
 
 def group(runs: Sequence[StoredRun]) -> list[Group]:

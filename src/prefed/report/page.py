@@ -16,12 +16,11 @@ import tomli_w
 from markupsafe import Markup
 
 from prefed import __version__
-from prefed.cli.tables import HEADINGS, ranking_cells
 from prefed.files import write_whole
 from prefed.report import figures
 from prefed.report.curves import charts
 from prefed.results import StoredRun
-from prefed.summary import Group, group
+from prefed.summary import HEADINGS, Group, group
 from prefed.sweep import Scored
 
 
@@ -48,7 +47,7 @@ def write_report(
         title=title,
         version=__version__,
         headings=[heading.format(target=f"{target:.0%}") for heading in HEADINGS],
-        rows=[(g.label, ranking_cells(g, target)) for g in groups],
+        rows=[(g.label, g.cells(target)) for g in groups],
         seeds=max(len(g.runs) for g in groups),
         diverged=_diverged(groups),
         charts=shown,
