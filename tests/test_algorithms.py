@@ -181,7 +181,7 @@ def test_an_algorithm_is_one_new_file(
     monkeypatch.setattr(prefed.ALGORITHMS, "_things", dict(prefed.ALGORITHMS._things))
     ours = run("my_algorithm:HalfAvg", "algorithm.client_lr=0.1")
     assert "halfavg" in prefed.ALGORITHMS.names()
-    fedavg = run("fedavg", "algorithm.client_lr=0.05")
+    fedavg = run("fedavg", "algorithm.client_lr=0.05", "algorithm.client_momentum=0")
     assert torch.equal(ours.server.weights, fedavg.server.weights)
 
     from tests.test_cli import prefed_command
