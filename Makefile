@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv demo test check format bench clean
+.PHONY: help venv demo test check format bench faults clean
 
 help:
 	@echo "make demo    compare seven algorithms on 8x8 digits (about a minute after set-up)"
 	@echo "make test    run the tests"
 	@echo "make check   ruff and mypy --strict"
+	@echo "make faults  kill -9 at 1000 random moments, resume each"
 	@echo "make bench   the cost of a PreFed step against torch's fused Adam"
 
 venv: $(READY)
@@ -37,6 +38,9 @@ format: venv
 
 bench: venv
 	$(BIN)/python bench/step.py
+
+faults: venv
+	$(BIN)/python tests/faults/kill.py --trials 1000
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

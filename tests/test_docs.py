@@ -29,15 +29,16 @@ def test_python_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     assert int(uploaded) == 5 * 3 * 4 * 354
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/own-algorithm.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/own-algorithm.md", "docs/experiments.md"])
 def test_commands(page: str, tmp_path: Path) -> None:
     for block in blocks(page, "python"):
+        exec(compile(block, page, "exec"), {})
         (tmp_path / "local_adam.py").write_text(block)
     (tmp_path / "my-config.toml").write_text(prefed_command("cat", "digits-iid").stdout)
     for line in "".join(blocks(page, "sh")).splitlines():
         words = shlex.split(line, comments=True)
         if words and words[0] == "prefed":
-            shorter = SHORT if words[1] in ("run", "compare") else []
+            shorter = SHORT if words[1] in ("run", "compare", "sweep") else []
             done = prefed_command(*words[1:], *shorter, cwd=tmp_path)
             assert done.returncode == 0, f"{line}\n{done.stderr}"
         else:
