@@ -45,8 +45,7 @@ def save(folder: Path, run: str, checkpoint: Checkpoint) -> None:
     """Write a checkpoint of the run with that fingerprint, and drop all but the two newest."""
     final = folder / f"{checkpoint.round:06d}"
     draft = folder / f".draft-{checkpoint.round:06d}"
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
+    _new(draft).mkdir(parents=True)
     contents = {
         "state.safetensors": safetensors.torch.save(checkpoint.tensors),
         "rounds.jsonl": checkpoint.rounds.encode(),
@@ -60,10 +59,11 @@ def save(folder: Path, run: str, checkpoint: Checkpoint) -> None:
     }
     manifest["manifest_sha256"] = _sha256(_canonical(manifest))
     write_whole(draft / "manifest.json", json.dumps(manifest, indent=2) + "\n")
-    if final.exists():
-        shutil.rmtree(final)
+    if final.exists():  # a damaged one: never half of it under its name
+        os.rename(final, _new(folder / f".draft-old-{final.name}"))
     os.rename(draft, final)
     sync(folder)
+    shutil.rmtree(folder / f".draft-old-{final.name}", ignore_errors=True)
     for old in _complete(folder)[:-KEPT]:
         shutil.rmtree(old)
 
@@ -120,6 +120,11 @@ def _read(path: Path, run: str) -> Checkpoint:
         safetensors.SafetensorError,
     ) as e:
         raise _Damaged(f"it cannot be read ({type(e).__name__}: {e})") from None
+
+
+def _new(path: Path) -> Path:
+    shutil.rmtree(path, ignore_errors=True)
+    return path
 
 
 def _complete(folder: Path) -> list[Path]:

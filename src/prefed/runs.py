@@ -114,6 +114,8 @@ class RunDirectory:
         self.fingerprint = hashlib.sha256(self.text.encode()).hexdigest()
         self._lock = lock(folder)
         self._due = 0.0
+        self._saved: int | None = None
+        """The round of the newest checkpoint that this process has written or read."""
         self._lines: list[str] = []
 
     @classmethod
@@ -155,7 +157,7 @@ class RunDirectory:
     def restore(self, simulation: Simulation) -> None:
         remove_leftovers(self.folder)
         saved = checkpoints.load(self.folder / "checkpoints", self.fingerprint)
-        self._lines = saved.rounds.splitlines()
+        self._saved, self._lines = saved.round, saved.rounds.splitlines()
         simulation.restore(saved.tensors, [json.loads(line) for line in self._lines])
         with self._writing():
             write_whole(self.folder / "rounds.jsonl", saved.rounds)  # forget what came after
@@ -182,12 +184,15 @@ class RunDirectory:
             self.checkpoint(simulation)
 
     def checkpoint(self, simulation: Simulation) -> None:
+        if simulation.server.round == self._saved:
+            return
         start = time.monotonic()
         tensors = {name: value.cpu() for name, value in simulation.snapshot().items()}
         lines = "".join(line + "\n" for line in self._lines)
         saved = checkpoints.Checkpoint(simulation.server.round, tensors, lines)
         with self._writing():
             checkpoints.save(self.folder / "checkpoints", self.fingerprint, saved)
+        self._saved = saved.round
         now = time.monotonic()
         self._due = now + (max(SECONDS_BETWEEN, 20 * (now - start)) if SECONDS_BETWEEN else 0)
 
