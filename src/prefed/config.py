@@ -35,7 +35,7 @@ from pydantic import (
 
 from prefed import draws
 from prefed.algorithms import ALGORITHMS, Algorithm
-from prefed.data.registry import DATASETS, SPLITS, partition
+from prefed.data.registry import DATASETS, GIVEN_TO_SPLITS, SPLITS, partition
 from prefed.errors import PrefedError, did_you_mean, explain
 from prefed.models import MODELS
 from prefed.settings import Settings
@@ -86,7 +86,7 @@ class Config(Settings):
             dataset = dataset.hold_out(self.data.validation, draws.generator(self.seed, "held out"))
         split, generator = SPLITS.get(self.data.split.name), draws.generator(self.seed, "split")
         data = partition(dataset, split, generator, self.data.split.options)
-        given = {"inputs": tuple(dataset.x.shape[1:]), "classes": int(dataset.y.max()) + 1}
+        given = {"inputs": tuple(dataset.x.shape[1:]), "classes": dataset.outputs}
         build = MODELS.get(self.model.name)
         wanted = inspect.signature(build).parameters
         with torch.random.fork_rng():
@@ -216,7 +216,7 @@ def _check_parts(table: dict[str, Any]) -> list[str]:
         (("algorithm",), ALGORITHMS, ()),
         (("model",), MODELS, ("inputs", "classes")),
         (("data",), DATASETS, ()),
-        (("data", "split"), SPLITS, ("labels", "generator")),
+        (("data", "split"), SPLITS, GIVEN_TO_SPLITS),
     )
     for path, registry, given in sections:
         if (found := part(*path)) is None:
@@ -227,7 +227,7 @@ def _check_parts(table: dict[str, Any]) -> list[str]:
         except PrefedError as error:
             errors.append(f"{'.'.join(path)}.name: {error}")
             continue
-        model = thing if isinstance(thing, type) else options_model(thing, given)
+        model = thing if registry is ALGORITHMS else options_model(thing, given)
         try:
             model(**options)
         except ValidationError as error:
@@ -238,8 +238,9 @@ def _check_parts(table: dict[str, Any]) -> list[str]:
 
 
 def options_model(function: Callable[..., Any], given: Iterable[str]) -> type[BaseModel]:
-    """A model of a function's options, so that they are checked as everything else is."""
-    hints = get_type_hints(function)
+    """A model of the options of a function (or class), to check them as everything else is."""
+    named: Any = function
+    hints = get_type_hints(named.__init__ if isinstance(named, type) else named)
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if name not in given and parameter.kind not in (
