@@ -13,6 +13,7 @@ from prefed.data import files
 from prefed.data.cifar_pickle import read_pickle
 from prefed.data.images import CropAndFlip, Normalise
 from prefed.data.registry import DATASETS, Dataset
+from prefed.errors import PrefedError
 
 PIXELS = 3 * 32 * 32
 Array = np.ndarray[Any, Any]
@@ -96,7 +97,7 @@ def _load(
         pieces = []
         for n in names:
             if not (folder / n).is_file():
-                raise files.missing(name, n, folder)
+                raise PrefedError(str(files.missing(name, n, folder)))
             pieces.append(read(folder / n, label_keys, limits, count if complete else None))
         x = np.concatenate([x for x, _ in pieces]) if len(pieces) > 1 else pieces[0][0]
         labels = np.concatenate([y for _, y in pieces]).astype(np.int64)
@@ -156,7 +157,7 @@ def _read_pickled(
     _check_count(path, size, len(pixels), count)
     labels = np.stack(columns, axis=1)
     _check_labels(path, labels, limits, None)
-    return pixels.reshape(-1, 3, 32, 32), labels
+    return pixels.reshape(-1, 3, 32, 32).copy(), labels
 
 
 def _check_count(path: Path, offset: int, found: int, count: int | None) -> None:

@@ -24,14 +24,18 @@ def root(path: str | None) -> Path:
     return Path(path or os.environ.get(VARIABLE) or "data").expanduser()
 
 
-def missing(name: str, wanted: str, folder: Path) -> PrefedError:
+class Missing(PrefedError):
+    """Nothing of a data set is there."""
+
+
+def missing(name: str, wanted: str, folder: Path) -> Missing:
     from prefed.data.sources import SOURCES
 
     where = f"data.path, or the environment variable {VARIABLE}, says where the files are"
     text = f"{folder}: no {wanted} for the data set {name!r} there; {where}"
     if name in SOURCES:
         text += f". `prefed data get {name}` would download it from {SOURCES[name].page}"
-    return PrefedError(text)
+    return Missing(text)
 
 
 def find(name: str, folder: Path, candidates: list[str]) -> Path:

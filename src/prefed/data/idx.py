@@ -13,6 +13,7 @@ import torch
 from prefed.data import files
 from prefed.data.images import CropAndFlip, Normalise
 from prefed.data.registry import DATASETS, Dataset
+from prefed.errors import PrefedError
 
 Array = np.ndarray[Any, Any]
 Part = Literal["balanced", "byclass", "bymerge", "digits", "letters", "mnist"]
@@ -97,11 +98,16 @@ def _read(
     from_one: bool,
 ) -> list[Array]:
     """Images and labels for training, images and labels for testing."""
-    found = []
+    found: list[Path] = []
     for file in names:
         places = [file, f"{file}.gz", f"gzip/{file}", f"gzip/{file}.gz"]
         places += [p.replace("-idx", ".idx") for p in places]  # as some copies of MNIST have it
-        found.append(files.find(name, root, places))
+        try:
+            found.append(files.find(name, root, places))
+        except files.Missing as error:
+            if found:  # some of them are there
+                raise PrefedError(str(error)) from None
+            raise
     arrays = []
     for pair in (0, 2):
         count = None if counts is None else counts[pair // 2]
