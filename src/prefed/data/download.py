@@ -120,7 +120,7 @@ def unpack(archive: Path, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".unpack-") as temporary:
         inside = Path(temporary)
         try:
-            for name, size, open_member in _members(archive):
+            for name, size, source in _members(archive):
                 target = inside / _safe(archive, name)
                 most -= size
                 if most < 0:
@@ -128,7 +128,7 @@ def unpack(archive: Path, folder: Path) -> None:
                         f"{archive}: {name}: it holds more than {BOMB} times its size"
                     )
                 target.parent.mkdir(parents=True, exist_ok=True)
-                with open_member() as source, open(target, "wb") as out:
+                with source, open(target, "wb") as out:
                     shutil.copyfileobj(source, out)
         except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
             raise PrefedError(f"{archive}: cannot be unpacked: {error}") from None
@@ -139,14 +139,14 @@ def unpack(archive: Path, folder: Path) -> None:
                 os.replace(path, target)
 
 
-def _members(archive: Path) -> Iterator[tuple[str, int, Callable[[], IO[bytes]]]]:
+def _members(archive: Path) -> Iterator[tuple[str, int, IO[bytes]]]:
     if archive.suffix == ".zip":
         with zipfile.ZipFile(archive) as opened:
             for info in opened.infolist():
                 if info.external_attr >> 28 == 0xA:
                     raise PrefedError(f"{archive}: {info.filename}: a link, which is not unpacked")
                 if not info.is_dir():
-                    yield info.filename, info.file_size, lambda i=info: opened.open(i)  # type: ignore[misc]
+                    yield info.filename, info.file_size, opened.open(info)
         return
     with tarfile.open(archive) as tar:
         for member in tar:
@@ -155,7 +155,7 @@ def _members(archive: Path) -> Iterator[tuple[str, int, Callable[[], IO[bytes]]]
             if member.isfile():
                 content = tar.extractfile(member)
                 assert content is not None
-                yield member.name, member.size, lambda c=content: c  # type: ignore[misc]
+                yield member.name, member.size, content
 
 
 def _safe(archive: Path, name: str) -> Path:
