@@ -8,6 +8,7 @@ stops at any other. Nothing is imported and nothing is called; an array is three
 
 from __future__ import annotations
 
+import io
 import math
 import pickletools
 from dataclasses import dataclass
@@ -53,13 +54,25 @@ class _Refused(Exception):
     pass
 
 
+class _Bounded(io.BufferedReader):
+    """A file that is never asked for more than it has: a length in a pickle may be a lie, and
+    read() makes room for all of it first."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path))
+        self.most = path.stat().st_size
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        return super().read(self.most if size is None or size < 0 else min(size, self.most))
+
+
 def read_pickle(path: Path) -> Any:
     """The dictionary in the file, with byte strings as keys."""
     position = 0
     stack: list[Any] = []
     memo: dict[int, Any] = {}
     try:
-        with open(path, "rb") as file:
+        with _Bounded(path) as file:
             for opcode, argument, at in pickletools.genops(file):
                 position = at or 0
                 if opcode.name == "STOP":

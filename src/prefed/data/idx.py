@@ -130,10 +130,11 @@ def read_idx(path: Path, shape: tuple[int | None, ...], most: int) -> Array:
     the first of them at most `most`. Offsets count the bytes after unpacking."""
     with files.open_plain_or_gzip(path) as file:
         head = bytearray(4 + 4 * len(shape))
-        files.read_exactly(path, file, 0, memoryview(head))
+        files.read_exactly(path, file, 0, memoryview(head)[:4])
         if head[:4] != bytes([0, 0, 8, len(shape)]):
             text = f"the magic number is {head[:4].hex()}, not 000008{len(shape):02x}"
             raise files.wrong(path, 0, f"{text} (bytes in {len(shape)} dimensions)")
+        files.read_exactly(path, file, 4, memoryview(head)[4:])
         found = struct.unpack(f">{len(shape)}I", head[4:])
         for k, (size, wanted) in enumerate(zip(found, shape, strict=True)):
             if wanted is not None and size != wanted:
