@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from prefed.config import load, presets
+from prefed.config import load
 
 SHORT = ("--set", "rounds=2", "--set", "local_steps=2")
 
@@ -150,10 +150,3 @@ def test_compare_prints_a_table_and_shows_divergence(tmp_path: Path) -> None:
         }
         assert len(cohorts) == 1
     assert time.monotonic() - start < 110
-
-
-@pytest.mark.parametrize("name", presets())
-def test_every_preset_is_valid_and_runs_a_round(name: str) -> None:
-    config = load(name, ["rounds=1", "local_steps=1"])
-    assert load(config.to_dict()) == config
-    config.make_simulation().run_round()

@@ -161,7 +161,7 @@ def test_dirichlet_uses_every_sample_once(
     assert min(len(part) for part in parts) >= min_size
 
 
-def check_partition(parts: list[Any], samples: int, clients: int) -> None:
+def check_partition(parts: Any, samples: int, clients: int) -> None:
     assert len(parts) == clients
     assert sorted(np.concatenate(parts)) == list(range(samples))
 
@@ -177,6 +177,7 @@ def test_dirichlet_follows_alpha() -> None:
 
 def test_small_alpha_means_few_classes() -> None:
     dataset = prefed.DATASETS.get("digits")()
+    assert dataset.test is not None
     assert (len(dataset.x), len(dataset.test[0])) == (1437, 360)
 
     def classes_per_client(alpha: float) -> float:

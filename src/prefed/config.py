@@ -20,7 +20,7 @@ import tomllib
 from collections.abc import Callable, Iterable
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import torch
 from pydantic import (
@@ -35,7 +35,8 @@ from pydantic import (
 
 from prefed import draws
 from prefed.algorithms import ALGORITHMS, Algorithm
-from prefed.data.registry import DATASETS, SPLITS, partition
+from prefed.data import FederatedData
+from prefed.data.registry import DATASETS, GIVEN_TO_SPLITS, SPLITS, Dataset, partition
 from prefed.errors import PrefedError, did_you_mean, explain
 from prefed.models import MODELS
 from prefed.settings import Settings
@@ -79,14 +80,18 @@ class Config(Settings):
     def settings(self) -> Settings:
         return Settings(**{name: getattr(self, name) for name in Settings.model_fields})
 
-    def make_simulation(self) -> Simulation:
-        """The run, with data, split and first weights that depend on the config and seed alone."""
+    def make_data(self) -> tuple[Dataset, FederatedData]:
+        """The data set and its split, which depend on the config and seed alone."""
         dataset = DATASETS.get(self.data.name)(**self.data.options)
         if self.data.validation:
             dataset = dataset.hold_out(self.data.validation, draws.generator(self.seed, "held out"))
         split, generator = SPLITS.get(self.data.split.name), draws.generator(self.seed, "split")
-        data = partition(dataset, split, generator, self.data.split.options)
-        given = {"inputs": tuple(dataset.x.shape[1:]), "classes": int(dataset.y.max()) + 1}
+        return dataset, partition(dataset, split, generator, self.data.split.options)
+
+    def make_simulation(self) -> Simulation:
+        """The run, with data, split and first weights that depend on the config and seed alone."""
+        dataset, data = self.make_data()
+        given = {"inputs": tuple(dataset.x.shape[1:]), "classes": dataset.outputs}
         build = MODELS.get(self.model.name)
         wanted = inspect.signature(build).parameters
         with torch.random.fork_rng():
@@ -216,7 +221,7 @@ def _check_parts(table: dict[str, Any]) -> list[str]:
         (("algorithm",), ALGORITHMS, ()),
         (("model",), MODELS, ("inputs", "classes")),
         (("data",), DATASETS, ()),
-        (("data", "split"), SPLITS, ("labels", "generator")),
+        (("data", "split"), SPLITS, GIVEN_TO_SPLITS),
     )
     for path, registry, given in sections:
         if (found := part(*path)) is None:
@@ -227,7 +232,7 @@ def _check_parts(table: dict[str, Any]) -> list[str]:
         except PrefedError as error:
             errors.append(f"{'.'.join(path)}.name: {error}")
             continue
-        model = thing if isinstance(thing, type) else options_model(thing, given)
+        model = thing if registry is ALGORITHMS else options_model(thing, given)
         try:
             model(**options)
         except ValidationError as error:
@@ -238,13 +243,13 @@ def _check_parts(table: dict[str, Any]) -> list[str]:
 
 
 def options_model(function: Callable[..., Any], given: Iterable[str]) -> type[BaseModel]:
-    """A model of a function's options, so that they are checked as everything else is."""
-    hints = get_type_hints(function)
+    """A model of the options of a function (or class), to check them as everything else is."""
     fields: dict[str, Any] = {}
-    for name, parameter in inspect.signature(function).parameters.items():
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         if name not in given and parameter.kind not in (
             inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
         ):  # fmt: skip
-            required = parameter.default is inspect.Parameter.empty
-            fields[name] = (hints.get(name, Any), ... if required else parameter.default)
+            empty = inspect.Parameter.empty
+            kind = Any if parameter.annotation is empty else parameter.annotation
+            fields[name] = (kind, ... if parameter.default is empty else parameter.default)
     return create_model("Options", __config__=ConfigDict(extra="forbid"), **fields)

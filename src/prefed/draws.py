@@ -1,8 +1,9 @@
-"""Every random draw of a run, keyed by (seed, purpose, round, client).
+"""Every random draw of a run, keyed by (seed, purpose, round, client) and in some by the step.
 
 No draw depends on a global generator or on how many draws came before it. So cohorts and batches
 are the same in every engine, on any number of workers, and after a resume. The key goes straight
-into a counter-based generator (Philox): (seed, purpose) is its key, (round, client) its counter.
+into a counter-based generator (Philox): (seed, purpose) is its key, (round, client, step) its
+counter.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor
 
 
-def generator(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:
+def generator(
+    seed: int, purpose: str, round: int = 0, client: int = 0, step: int = 0
+) -> np.random.Generator:
     key = np.array([seed, zlib.crc32(purpose.encode())], dtype=np.uint64)
-    counter = np.array([0, 0, client, round], dtype=np.uint64)
+    counter = np.array([0, step, client, round], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
@@ -37,3 +40,13 @@ def batches(seed: int, round: int, client: int, samples: int, steps: int, size: 
     """Sample numbers for each local step (steps, size): uniform, with replacement."""
     drawn = generator(seed, "batches", round, client).integers(samples, size=(steps, size))
     return torch.from_numpy(drawn)
+
+
+def epochs(seed: int, round: int, client: int, samples: int, steps: int, size: int) -> Tensor:
+    """Sample numbers for each local step (steps, size): one shuffled pass over the samples after
+    another, cut into batches. A batch may reach into the next pass, so all are of one size, and
+    no sample is used more than once more often than another."""
+    passes = -(-steps * size // samples)
+    order = np.broadcast_to(np.arange(samples), (passes, samples))
+    drawn = generator(seed, "epochs", round, client).permuted(order, axis=1)
+    return torch.from_numpy(drawn.reshape(-1)[: steps * size].reshape(steps, size))

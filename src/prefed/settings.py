@@ -16,11 +16,19 @@ class Settings(BaseModel):
     local_steps: PositiveInt
     batch_size: PositiveInt | None = 32
     """None is the full batch; a config says "full"."""
+    batches: Literal["replacement", "epochs"] = "replacement"
+    """Drawn with replacement in each step, as in the paper; or shuffled passes over the samples."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     weighting: Literal["uniform", "samples"] = "uniform"
     engine: str = "auto"
     workers: PositiveInt = 1
     device: str = "auto"
+    """auto, cpu, cuda (or cuda:1, ...) or mps."""
+    channels_last: bool = False
+    """The memory format that convolutions on GPUs are fastest in."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16 is mixed precision: matrix products and convolutions in bfloat16, the weights and
+    all state as they are."""
     evaluate_every: PositiveInt = 1
 
     @field_validator("clients_per_round", "batch_size", mode="before")

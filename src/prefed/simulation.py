@@ -80,7 +80,8 @@ class Simulation:
                 f"{len(data)} clients there are"
             )
         self.algorithm, self.data, self.settings = algorithm, data, settings
-        self.task = Task(model, loss, data, choose_device(settings.device))
+        device = choose_device(settings.device)
+        self.task = Task(model, loss, data, device, settings.channels_last, settings.precision)
         self.task.check(data)
         flat = self.task.flat
         check_sharing(algorithm, flat.layout)
@@ -203,12 +204,15 @@ def simulate(
     local_steps: int,
     clients_per_round: int | None = None,
     batch_size: int | None = 32,
+    batches: Literal["replacement", "epochs"] = "replacement",
     loss: Loss = cross_entropy,
     seed: int = 0,
     weighting: Literal["uniform", "samples"] = "uniform",
     engine: str = "auto",
     workers: int = 1,
     device: str = "auto",
+    channels_last: bool = False,
+    precision: Literal["float32", "bfloat16"] = "float32",
     evaluate_every: int = 1,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
@@ -216,6 +220,7 @@ def simulate(
 
     clients_per_round  drawn anew in each round; None is everyone
     batch_size         drawn from a client's samples in each step; None is all of them
+    batches            drawn with "replacement", or shuffled "epochs"
     weighting          of clients in the mean: "uniform", or by their number of "samples"
     callbacks          see prefed.Callback
     """
@@ -225,11 +230,14 @@ def simulate(
             local_steps=local_steps,
             clients_per_round=clients_per_round,
             batch_size=batch_size,
+            batches=batches,
             seed=seed,
             weighting=weighting,
             engine=engine,
             workers=workers,
             device=device,
+            channels_last=channels_last,
+            precision=precision,
             evaluate_every=evaluate_every,
         )
     except ValidationError as error:

@@ -32,11 +32,21 @@ class Task:
     """One instance of the model, and the three things that are done with it."""
 
     def __init__(
-        self, model: nn.Module, loss: Loss, data: FederatedData, device: torch.device
+        self,
+        model: nn.Module,
+        loss: Loss,
+        data: FederatedData,
+        device: torch.device,
+        channels_last: bool = False,
+        precision: str = "float32",
     ) -> None:
         if not isinstance(model, nn.Module):
             raise PrefedError(f"model: should be a torch.nn.Module, not {type(model).__name__}")
-        self.flat = FlatModel(copy.deepcopy(model).to(device))
+        own = copy.deepcopy(model).to(device)
+        if channels_last:
+            own.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.flat = FlatModel(own)
+        self.channels_last, self.precision = channels_last, precision
         self.loss = loss
         self.transform = data.transform
         self.device = device
@@ -48,9 +58,14 @@ class Task:
             torch.cuda.manual_seed(seed)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The model's output, in the precision of its weights whatever the precision inside."""
         x = x.to(self.device)
-        output: Tensor = self.flat.module(self.transform(x) if self.transform else x)
-        return output
+        x = self.transform(x) if self.transform else x
+        if self.channels_last and x.dim() == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bfloat16"):
+            output: Tensor = self.flat.module(x)
+        return output.to(self.flat.weights.dtype) if self.precision == "bfloat16" else output
 
     def gradient(self, x: Tensor, y: Tensor) -> Tensor:
         """The loss of a batch; its gradient goes into `flat.gradient`."""

@@ -48,8 +48,8 @@ def cat(
         known.update(registry.names())
         if name in registry.names() or ":" in name:
             thing: Any = registry.get(name)
-            given = ("inputs", "classes", "labels", "generator")
-            model: Any = thing if isinstance(thing, type) else options_model(thing, given)
+            given = ("inputs", "classes", "labels", "generator", "keys")
+            model: Any = thing if registry is ALGORITHMS else options_model(thing, given)
             print(f"{registry.kind} {name}\n\n{inspect.getdoc(thing) or ''}\n")
             for option, field in model.model_fields.items():
                 default = "(required)" if field.is_required() else repr(field.default)

@@ -12,6 +12,8 @@ from torch import Tensor
 from prefed.errors import PrefedError
 
 Transform = Callable[[Tensor], Tensor]
+Augment = Callable[[Tensor, np.random.Generator], Tensor]
+"""A batch of x and a generator keyed to it -> the batch with random changes."""
 
 
 class Samples:
@@ -42,13 +44,43 @@ class Clients(Protocol):
     def __getitem__(self, client: int, /) -> Any: ...
 
 
+class Parts(Sequence["np.ndarray[Any, Any]"]):
+    """The sample numbers of each client, as two arrays: all of them in the order of the clients,
+    and where each client's end. A million clients cost no more than that."""
+
+    def __init__(self, order: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> None:
+        self.order, self.ends = order, ends
+
+    @classmethod
+    def of(cls, parts: Sequence[np.ndarray[Any, Any]]) -> Parts:
+        if isinstance(parts, Parts):
+            return parts
+        ends = np.cumsum([len(part) for part in parts])
+        return cls(np.concatenate(list(parts)).astype(np.int64), ends)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, client: Any) -> Any:
+        if isinstance(client, slice):
+            return [self[c] for c in range(*client.indices(len(self)))]
+        if not -len(self) <= client < len(self):
+            raise IndexError(client)
+        client %= len(self)
+        return self.order[int(self.ends[client - 1]) if client else 0 : int(self.ends[client])]
+
+    def sizes(self) -> np.ndarray[Any, Any]:
+        return np.diff(self.ends, prepend=0)
+
+
 class Partition:
     """One data set divided among clients: the arrays, and for each client its sample numbers."""
 
     def __init__(self, x: Any, y: Any, parts: Sequence[np.ndarray[Any, Any]]) -> None:
         self.whole = Samples(x, y)
-        self.ends = np.cumsum([len(part) for part in parts])
-        self.order = torch.from_numpy(np.concatenate(list(parts)).astype(np.int64))
+        self.parts = Parts.of(parts)
+        self.ends = self.parts.ends
+        self.order = torch.from_numpy(self.parts.order.astype(np.int64, copy=False))
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -66,16 +98,22 @@ class FederatedData:
     clients    pairs (x, y), or anything with len() that gives such a pair for a client number
     test       a pair (x, y), or None for a run without evaluation
     transform  applied to each batch of x on its way to the model, so that x can stay uint8
+    augment    applied to each batch of x before that, in training only: (x, generator) -> x
     """
 
     def __init__(
-        self, clients: Clients, test: Any = None, transform: Transform | None = None
+        self,
+        clients: Clients,
+        test: Any = None,
+        transform: Transform | None = None,
+        augment: Augment | None = None,
     ) -> None:
         if len(clients) == 0:
             raise PrefedError("clients: there is none")
         self.clients = clients
         self.test = None if test is None else _samples(test, "test")
         self.transform = transform
+        self.augment = augment
 
     def __len__(self) -> int:
         return len(self.clients)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefed.data.federated import FederatedData, Partition, Transform
+from prefed.data.federated import Augment, FederatedData, Partition, Transform
 from prefed.registry import Registry
 
 
@@ -20,8 +21,21 @@ class Dataset:
 
     x: Tensor
     y: Tensor
-    test: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor] | None
     transform: Transform | None = None
+    client: Tensor | None = None
+    """A number for each training sample: whose it is by nature, for the split "natural"."""
+    classes: int | None = None
+    """How many there are, if not all of them need be in y."""
+    augment: Augment | None = None
+    """Applied to batches in training."""
+
+    @property
+    def outputs(self) -> int:
+        """What the model has to have outputs for; 1 if the targets are not labels."""
+        if self.y.dtype.is_floating_point:
+            return 1
+        return self.classes or int(self.y.max()) + 1
 
     def hold_out(self, share: float, generator: np.random.Generator) -> Dataset:
         """The same with a share of the training samples in place of the test samples."""
@@ -29,11 +43,15 @@ class Dataset:
         cut = max(1, round(share * len(order)))
         held, rest = order[:cut], order[cut:]
         test = (self.x[held], self.y[held])
-        return replace(self, x=self.x[rest], y=self.y[rest], test=test)
+        client = None if self.client is None else self.client[rest]
+        return replace(self, x=self.x[rest], y=self.y[rest], test=test, client=client)
 
 
-Split = Callable[..., "list[np.ndarray[Any, Any]]"]
-"""split(labels, generator, **options) -> sample numbers of each client."""
+Split = Callable[..., "Sequence[np.ndarray[Any, Any]]"]
+"""split(labels, generator, **options) -> sample numbers of each client. A split with a parameter
+`keys` is handed the data set's own client numbers as well, or None."""
+
+GIVEN_TO_SPLITS = ("labels", "generator", "keys")
 
 DATASETS: Registry[Callable[..., Dataset]] = Registry("data set", "prefed.data")
 SPLITS: Registry[Split] = Registry("split", "prefed.data")
@@ -42,5 +60,9 @@ SPLITS: Registry[Split] = Registry("split", "prefed.data")
 def partition(
     dataset: Dataset, split: Split, generator: np.random.Generator, options: dict[str, Any]
 ) -> FederatedData:
-    parts = split(np.asarray(dataset.y), generator, **options)
-    return FederatedData(Partition(dataset.x, dataset.y, parts), dataset.test, dataset.transform)
+    given: dict[str, Any] = {}
+    if "keys" in inspect.signature(split).parameters:
+        given["keys"] = None if dataset.client is None else np.asarray(dataset.client)
+    parts = split(np.asarray(dataset.y), generator, **given, **options)
+    clients = Partition(dataset.x, dataset.y, parts)
+    return FederatedData(clients, dataset.test, dataset.transform, dataset.augment)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from prefed import draws
 from prefed.algorithms import Algorithm
-from prefed.data import FederatedData, Samples
+from prefed.batches import Batches
+from prefed.data import FederatedData
 from prefed.engines.base import ENGINES
 from prefed.round import Kept, Server, Update, local_update
 from prefed.rules import Field
@@ -48,7 +49,8 @@ class _Block:
         self.buffers = flat.read_buffers().expand(len(clients), -1).clone()
         samples = [engine.data.client(c) for c in clients]
         self.batches = [
-            _Batches(s, c, round, engine.settings) for s, c in zip(samples, clients, strict=True)
+            Batches(s, c, round, engine.settings, engine.data.augment, self.task.device)
+            for s, c in zip(samples, clients, strict=True)
         ]
         self.seeds = [
             draws.torch_seed(engine.settings.seed, "dropout", round, client) for client in clients
@@ -86,23 +88,3 @@ class _Block:
 
     def cohort_mean(self, rows: Tensor) -> Tensor:
         return self.shares @ rows
-
-
-class _Batches:
-    """The batches of one client in one round, gathered at once."""
-
-    def __init__(self, samples: Samples, client: int, round: int, settings: Settings) -> None:
-        self.size = settings.batch_size
-        if self.size is None:
-            self.x, self.y = samples.all()
-        else:
-            index = draws.batches(
-                settings.seed, round, client, len(samples), settings.local_steps, self.size
-            )
-            self.x, self.y = samples.take(index.view(-1))
-
-    def __getitem__(self, k: int) -> tuple[Tensor, Tensor]:
-        if self.size is None:
-            return self.x, self.y
-        part = slice(k * self.size, (k + 1) * self.size)
-        return self.x[part], self.y[part]

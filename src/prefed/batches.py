@@ -1,0 +1,58 @@
+"""The batches of one client in one round. Every engine takes them from here, so that they are the
+same in all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prefed import draws
+from prefed.data.federated import Augment, Samples
+from prefed.settings import Settings
+
+DRAWS = {"replacement": draws.batches, "epochs": draws.epochs}
+
+
+def sample_numbers(settings: Settings, round: int, client: int, samples: int) -> Tensor:
+    """Which samples each local step uses (steps, size). Not for the full batch."""
+    assert settings.batch_size is not None
+    draw = DRAWS[settings.batches]
+    return draw(settings.seed, round, client, samples, settings.local_steps, settings.batch_size)
+
+
+def augmented(
+    augment: Augment, x: Tensor, settings: Settings, round: int, client: int, step: int
+) -> Tensor:
+    """The batch of a step with its random changes, which depend on this key alone."""
+    return augment(x, draws.generator(settings.seed, "augment", round, client, step))
+
+
+class Batches:
+    """batches[k] is (x, y) of step k, on the device; they are gathered once, at the start."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        client: int,
+        round: int,
+        settings: Settings,
+        augment: Augment | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.client, self.round, self.settings, self.augment = client, round, settings, augment
+        if settings.batch_size is None:
+            self.x, self.y = samples.all()
+        else:
+            index = sample_numbers(settings, round, client, len(samples))
+            self.x, self.y = samples.take(index.view(-1))
+        if device is not None:
+            self.x, self.y = self.x.to(device), self.y.to(device)
+
+    def __getitem__(self, k: int) -> tuple[Tensor, Tensor]:
+        x, y, size = self.x, self.y, self.settings.batch_size
+        if size is not None:
+            part = slice(k * size, (k + 1) * size)
+            x, y = x[part], y[part]
+        if self.augment is not None:
+            x = augmented(self.augment, x, self.settings, self.round, self.client, k)
+        return x, y

@@ -1,0 +1,100 @@
+"""What is in a directory of data files, and what a split looks like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prefed.data.federated import FederatedData, Partition
+from prefed.data.files import Missing
+from prefed.data.own import read_npz
+from prefed.data.registry import DATASETS, Dataset
+from prefed.errors import PrefedError
+
+FILED = ("cifar10", "cifar100", "mnist", "fashion-mnist", "kmnist", "shakespeare", "a9a", "w8a")
+EMNIST = ("balanced", "byclass", "bymerge", "digits", "letters", "mnist")
+ALIKE = ("fashion-mnist", "kmnist")
+"""Their files have the same names as those of MNIST."""
+
+
+def check(folder: Path) -> list[tuple[str, str, bool]]:
+    """(what, how it is, whether it is right) for every data set found in a directory."""
+    if not folder.is_dir():
+        raise PrefedError(f"{folder}: no such directory")
+    wanted: list[tuple[str, str, dict[str, Any]]] = [
+        (name, name, {})
+        for name in FILED
+        if name not in ALIKE or (folder / name).is_dir() or folder.name == name
+    ]
+    wanted += [(f"emnist {part}", "emnist", {"part": part}) for part in EMNIST]
+    found = []
+    for title, name, options in wanted:
+        try:
+            found.append((title, summary(DATASETS.get(name)(path=str(folder), **options)), True))
+        except Missing:
+            continue
+        except PrefedError as error:
+            found.append((title, str(error), False))
+    for path in sorted(folder.glob("*.npz")):
+        try:
+            arrays = read_npz(path)
+            shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+            found.append((path.name, shapes, "x" in arrays and "y" in arrays))
+        except PrefedError as error:
+            found.append((path.name, str(error), False))
+    return found
+
+
+def summary(dataset: Dataset) -> str:
+    test = 0 if dataset.test is None else len(dataset.test[1])
+    text = f"{len(dataset.y):,} training and {test:,} test samples, {dataset.outputs} classes"
+    if dataset.client is not None:
+        text += f", {len(dataset.client.unique()):,} clients by nature"
+    return text
+
+
+def class_counts(dataset: Dataset, data: FederatedData, clients: int | None = None) -> Any:
+    """Samples of each class on each client (clients, classes), or None without labels."""
+    if dataset.y.dim() != 1 or dataset.y.dtype.is_floating_point:
+        return None
+    assert isinstance(data.clients, Partition)
+    parts, classes = data.clients.parts, dataset.outputs
+    shown = len(parts) if clients is None else min(clients, len(parts))
+    owner = np.repeat(np.arange(shown), parts.sizes()[:shown])
+    labels = np.asarray(dataset.y)[parts.order[: len(owner)]]
+    counts = np.bincount(owner * classes + labels, minlength=shown * classes)
+    return counts.reshape(shown, classes)
+
+
+def heterogeneity(counts: Any) -> float:
+    """The mean over clients of the total variation distance between a client's classes and those
+    of all clients together, each client weighted alike: 0 if all are the same, and near 1 if
+    each has a class of its own among many."""
+    shares = counts / counts.sum(1, keepdims=True)
+    overall = counts.sum(0) / counts.sum()
+    return float(np.abs(shares - overall).sum(1).mean() / 2)
+
+
+def draw(counts: Any, sizes: Any, path: Path) -> None:
+    """A bar for each client, divided by class; or only its size if there are no labels."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    axes = figure.add_subplot()
+    clients = np.arange(len(sizes))
+    if counts is None:
+        axes.bar(clients, sizes, width=1.0)
+    else:
+        bottom = np.zeros(len(sizes))
+        for label in range(counts.shape[1]):
+            colour = f"C{label}" if counts.shape[1] <= 10 else None
+            axes.bar(clients, counts[:, label], 1.0, bottom, color=colour, label=str(label))
+            bottom += counts[:, label]
+        if counts.shape[1] <= 20:
+            axes.legend(title="class", ncols=2, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.set_xlabel("client")
+    axes.set_ylabel("samples")
+    axes.set_xlim(-0.5, len(sizes) - 0.5)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,150 @@
+"""The IDX family: MNIST, Fashion-MNIST, KMNIST and the parts of EMNIST; plain or .gz."""
+
+from __future__ import annotations
+
+import struct
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from prefed.data import files
+from prefed.data.images import CropAndFlip, Normalise
+from prefed.data.registry import DATASETS, Dataset
+from prefed.errors import PrefedError
+
+Array = np.ndarray[Any, Any]
+Part = Literal["balanced", "byclass", "bymerge", "digits", "letters", "mnist"]
+EMNIST_CLASSES = {
+    "balanced": 47, "byclass": 62, "bymerge": 47, "digits": 10, "letters": 26, "mnist": 10,
+}  # fmt: skip
+EMNIST_IMAGES = 814_255
+"""In all of EMNIST: no part has more."""
+
+
+@DATASETS.register("mnist")
+def mnist(path: str | None = None, complete: bool = True) -> Dataset:
+    """70,000 handwritten digits of 28 x 28 pixels, 10,000 of them for testing.
+
+    path      holds the four idx files, plain or .gz, or a folder mnist with them
+    complete  false accepts files with fewer images than the official ones have
+    """
+    return _like_mnist("mnist", path, complete, 0.1307, 0.3081)
+
+
+@DATASETS.register("fashion-mnist")
+def fashion_mnist(path: str | None = None, complete: bool = True, augment: bool = False) -> Dataset:
+    """70,000 pictures of clothes of 28 x 28 pixels in 10 classes, 10,000 of them for testing.
+
+    path      holds the four idx files, plain or .gz, or a folder fashion-mnist with them
+    complete  false accepts files with fewer images than the official ones have
+    augment   in training, move each image by up to 4 pixels and mirror half of them
+    """
+    return _like_mnist("fashion-mnist", path, complete, 0.2860, 0.3530, augment)
+
+
+@DATASETS.register("kmnist")
+def kmnist(path: str | None = None, complete: bool = True) -> Dataset:
+    """70,000 cursive Japanese characters of 28 x 28 pixels in 10 classes, 10,000 for testing.
+
+    path      holds the four idx files, plain or .gz, or a folder kmnist with them
+    complete  false accepts files with fewer images than the official ones have
+    """
+    return _like_mnist("kmnist", path, complete, 0.1918, 0.3483)
+
+
+@DATASETS.register("emnist")
+def emnist(path: str | None = None, part: Part = "balanced") -> Dataset:
+    """Handwritten letters and digits of 28 x 28 pixels; the files hold them on their side.
+
+    path  holds the idx files, plain or .gz, or a folder emnist or gzip with them
+    part  balanced, byclass, bymerge, digits, letters or mnist
+    """
+    names = [f"emnist-{part}-{s}-{kind}" for s in ("train", "test") for kind in KINDS]
+    letters = part == "letters"  # counted from 1 in the files
+    x, y, test_x, test_y = _read(
+        "emnist", files.root(path), names, None, EMNIST_CLASSES[part], letters
+    )
+    upright = [torch.from_numpy(a.transpose(0, 2, 1).copy()).unsqueeze(1) for a in (x, test_x)]
+    targets = [torch.from_numpy(a.astype(np.int64) - letters) for a in (y, test_y)]
+    normalise = Normalise((0.1736,), (0.3317,))
+    test = (upright[1], targets[1])
+    return Dataset(upright[0], targets[0], test, normalise, classes=EMNIST_CLASSES[part])
+
+
+KINDS = ("images-idx3-ubyte", "labels-idx1-ubyte")
+
+
+def _like_mnist(
+    name: str, path: str | None, complete: bool, mean: float, std: float, augment: bool = False
+) -> Dataset:
+    names = [f"{part}-{kind}" for part in ("train", "t10k") for kind in KINDS]
+    counts = (60_000, 10_000) if complete else None
+    arrays = _read(name, files.root(path), names, counts, 10, False)
+    x, y, test_x, test_y = (torch.from_numpy(a) for a in arrays)
+    normalise, change = Normalise((mean,), (std,)), CropAndFlip() if augment else None
+    test = (test_x.unsqueeze(1), test_y.long())
+    return Dataset(x.unsqueeze(1), y.long(), test, normalise, None, 10, change)
+
+
+def _read(
+    name: str,
+    root: Path,
+    names: list[str],
+    counts: tuple[int, int] | None,
+    classes: int,
+    from_one: bool,
+) -> list[Array]:
+    """Images and labels for training, images and labels for testing."""
+    found: list[Path] = []
+    for file in names:
+        places = [file, f"{file}.gz", f"gzip/{file}", f"gzip/{file}.gz"]
+        places += [p.replace("-idx", ".idx") for p in places]  # as some copies of MNIST have it
+        try:
+            found.append(files.find(name, root, places))
+        except files.Missing as error:
+            if found:  # some of them are there
+                raise PrefedError(str(error)) from None
+            raise
+    arrays = []
+    for pair in (0, 2):
+        count = None if counts is None else counts[pair // 2]
+        images = read_idx(found[pair], (count, 28, 28), EMNIST_IMAGES)
+        labels = read_idx(found[pair + 1], (count,), EMNIST_IMAGES)
+        if len(images) != len(labels):
+            text = f"{len(labels)} labels for the {len(images)} images in {found[pair].name}"
+            raise files.wrong(found[pair + 1], 4, text)
+        low = int(from_one)
+        bad = np.flatnonzero((labels < low) | (labels >= low + classes))
+        if len(bad):
+            text = f"the label {labels[bad[0]]}, not one of {low} to {low + classes - 1}"
+            raise files.wrong(found[pair + 1], 8 + int(bad[0]), text)
+        arrays += [images, labels]
+    return arrays
+
+
+def read_idx(path: Path, shape: tuple[int | None, ...], most: int) -> Array:
+    """The array of bytes in an IDX file, plain or gzip. Sizes given as None are up to the file,
+    the first of them at most `most`. Offsets count the bytes after unpacking."""
+    with files.open_plain_or_gzip(path) as file:
+        head = bytearray(4 + 4 * len(shape))
+        files.read_exactly(path, file, 0, memoryview(head)[:4])
+        if head[:4] != bytes([0, 0, 8, len(shape)]):
+            text = f"the magic number is {head[:4].hex()}, not 000008{len(shape):02x}"
+            raise files.wrong(path, 0, f"{text} (bytes in {len(shape)} dimensions)")
+        files.read_exactly(path, file, 4, memoryview(head)[4:])
+        found = struct.unpack(f">{len(shape)}I", head[4:])
+        for k, (size, wanted) in enumerate(zip(found, shape, strict=True)):
+            if wanted is not None and size != wanted:
+                hint = "; set data.complete = false if that is meant" if k == 0 else ""
+                text = f"dimension {k} has size {size}, the official file {wanted}{hint}"
+                raise files.wrong(path, 4 + 4 * k, text)
+            if size == 0 or size > most:
+                raise files.wrong(path, 4 + 4 * k, f"dimension {k} cannot have size {size}")
+        files.refuse_bomb(path, 4, prod(found))
+        array = np.empty(found, np.uint8)
+        files.read_exactly(path, file, len(head), array.data.cast("B"))
+        files.read_end(path, file, len(head) + array.size)
+    return array

@@ -1,0 +1,46 @@
+"""Batches of images on their way to the model: they stay uint8 until the last moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+class Normalise:
+    """uint8 in [0, 255] to (x / 255 - mean) / std for each channel, in the model's dtype."""
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        self.mean, self.std = mean, std
+
+    def __call__(self, x: Tensor) -> Tensor:
+        dtype = torch.get_default_dtype()
+        mean = torch.tensor(self.mean, dtype=dtype, device=x.device).view(-1, 1, 1)
+        std = torch.tensor(self.std, dtype=dtype, device=x.device).view(-1, 1, 1)
+        return x.to(dtype).div_(255).sub_(mean).div_(std)
+
+
+@dataclass(frozen=True)
+class CropAndFlip:
+    """Each image of a batch is moved by up to `padding` pixels, zeros coming in, and mirrored
+    with probability a half. Offsets are drawn on the CPU, so that they are the same on every
+    device; the pixels are moved where the batch is, all at once."""
+
+    padding: int = 4
+    flip: bool = True
+
+    def __call__(self, x: Tensor, generator: np.random.Generator) -> Tensor:
+        count, channels, height, width = x.shape
+        drawn = generator.integers(2 * self.padding + 1, size=(count, 2))
+        mirrored = generator.integers(2, size=count) * self.flip
+        columns = np.arange(width)[None] + drawn[:, 1:]
+        columns = np.where(mirrored[:, None], columns[:, ::-1], columns)
+        rows = np.arange(height)[None] + drawn[:, :1]
+        row = torch.from_numpy(rows).to(x.device)[:, None, :, None]
+        column = torch.from_numpy(np.ascontiguousarray(columns)).to(x.device)[:, None, None, :]
+        image = torch.arange(count, device=x.device)[:, None, None, None]
+        channel = torch.arange(channels, device=x.device)[None, :, None, None]
+        return pad(x, (self.padding,) * 4)[image, channel, row, column]

@@ -1,0 +1,90 @@
+"""Plays as plain text, divided by speaker, for next-character prediction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from prefed.data import files
+from prefed.data.registry import DATASETS, Dataset
+from prefed.errors import PrefedError
+
+Array = np.ndarray[Any, Any]
+
+
+@DATASETS.register("shakespeare")
+def shakespeare(path: str | None = None, length: int = 80, test: float = 0.2) -> Dataset:
+    """Each speaker with at least two speeches is a client; x is `length` characters, y the
+    character after each of them.
+
+    The file has speeches with empty lines between them, the speaker's name and a colon on the
+    first line. A speaker's last speeches, a share `test` of them and at least one, are for
+    testing. Texts are cut into windows side by side, the last one reaching back so that it is
+    full; a text shorter than a window is preceded by line breaks.
+
+    path    the text file, or a folder with input.txt or shakespeare.txt
+    """
+    if length < 1 or not 0 < test < 1:
+        raise PrefedError("data: length should be at least 1, and test between 0 and 1")
+    where = files.root(path)
+    if not where.is_file():
+        where = files.find("shakespeare", where, ["shakespeare.txt", "input.txt"])
+    try:
+        text = where.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise files.wrong(where, error.start, "not UTF-8 text") from None
+    except OSError as error:
+        raise PrefedError(f"{where}: cannot be read: {error}") from None
+    text = text.replace("\r\n", "\n")
+    speakers = {name: lines for name, lines in speeches(text).items() if len(lines) >= 2}
+    if not speakers:
+        raise files.wrong(where, 0, 'no speaker with two speeches ("NAME:" on a line, then text)')
+    alphabet = sorted({*"".join("".join(lines) for lines in speakers.values()), "\n"})
+    if len(alphabet) > 256:
+        raise files.wrong(
+            where, 0, f"{len(alphabet)} different characters; at most 256 can be used"
+        )
+    codes = {character: code for code, character in enumerate(alphabet)}
+
+    train: list[Array] = []
+    held: list[Array] = []
+    owners: list[int] = []
+    for owner, lines in enumerate(speakers.values()):
+        cut = len(lines) - max(1, round(test * len(lines)))
+        mine = _windows("\n".join(lines[: max(cut, 1)]), codes, length)
+        train.append(mine)
+        owners += [owner] * len(mine)
+        held.append(_windows("\n".join(lines[max(cut, 1) :]), codes, length))
+    x, y = _pair(np.concatenate(train))
+    return Dataset(x, y, _pair(np.concatenate(held)), None, torch.tensor(owners), len(alphabet))
+
+
+def speeches(text: str) -> dict[str, list[str]]:
+    """What each speaker says, speech by speech, in the order of their first words. A block whose
+    first line is no name goes on with the speech before it."""
+    found: dict[str, list[str]] = {}
+    last: str | None = None
+    for block in text.split("\n\n"):
+        first, _, rest = block.strip("\n").partition("\n")
+        if first.endswith(":") and len(first) > 1 and rest:
+            last = first[:-1].strip()
+            found.setdefault(last, []).append(rest)
+        elif last is not None and block.strip():
+            found[last][-1] += "\n\n" + block.strip("\n")
+    return found
+
+
+def _windows(text: str, codes: dict[str, int], length: int) -> Array:
+    """Rows of length + 1 codes, each beginning with the last character of the row before."""
+    symbols = np.array([codes[c] for c in text.rjust(length + 1, "\n")], np.uint8)
+    starts = list(range(0, len(symbols) - length, length))
+    if starts[-1] + length + 1 < len(symbols):
+        starts.append(len(symbols) - length - 1)
+    return np.stack([symbols[s : s + length + 1] for s in starts])
+
+
+def _pair(rows: Array) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = rows[:, :-1].copy(), rows[:, 1:].astype(np.int64)
+    return torch.from_numpy(x), torch.from_numpy(y)

@@ -1,0 +1,70 @@
+"""Next-character models: symbols (N, T) to scores (N, classes, T), one for each position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from prefed.models import MODELS
+
+
+@MODELS.register("char-lstm")
+class CharLSTM(nn.Module):
+    """An embedding, LSTM layers and a linear layer: 8, 2 x 256 as in McMahan et al. 2017."""
+
+    def __init__(
+        self, classes: int, embedding: int = 8, hidden: int = 256, layers: int = 2
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(classes, embedding)
+        self.lstm = nn.LSTM(embedding, hidden, layers, batch_first=True)
+        self.head = nn.Linear(hidden, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.lstm(self.embed(x.long()))
+        output: Tensor = self.head(states).transpose(1, 2)
+        return output
+
+
+@MODELS.register("char-transformer")
+class CharTransformer(nn.Module):
+    """A small GPT: learned positions, pre-norm blocks with causal attention, no dropout."""
+
+    def __init__(
+        self, inputs: Sequence[int], classes: int, width: int = 64, layers: int = 2, heads: int = 4
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(classes, width)
+        self.positions = nn.Parameter(torch.zeros(inputs[0], width))
+        nn.init.normal_(self.positions, std=0.02)
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x.long()) + self.positions[: x.shape[1]]
+        output: Tensor = self.head(self.norm(self.blocks(h))).transpose(1, 2)
+        return output
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        count, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(count, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(count, length, width))
+        output: Tensor = x + self.mlp(self.norm2(x))
+        return output
