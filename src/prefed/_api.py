@@ -12,7 +12,7 @@ from prefed.algorithms.prefedsync import PreFedSync
 from prefed.algorithms.scaffold import SCAFFOLD
 from prefed.data import DATASETS, SPLITS, FederatedData, Partition
 from prefed.diagnostics import CollapseWarning
-from prefed.engines import ENGINES
+from prefed.engines import ENGINES, EngineWarning
 from prefed.errors import Diverged, PrefedError
 from prefed.models import MODELS
 from prefed.rules.base import Field, Rule
@@ -31,6 +31,7 @@ __all__ = [
     "Algorithm",
     "CollapseWarning",
     "Diverged",
+    "EngineWarning",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",

@@ -37,14 +37,43 @@ class Mean:
         """Take one client's values; they are copied where they must be held."""
         if weight != 1:
             values = {name: value * weight for name, value in values.items()}
-        node, level, index = _Node(values, weight, loss * weight), 0, position
+        self._insert(0, position, _Node(values, weight, loss * weight), ours=weight != 1)
+        self.clients += 1
+
+    def add_block(
+        self, first: int, values: dict[str, Tensor], weights: list[float], losses: list[float]
+    ) -> None:
+        """Take the rows of clients at neighbouring positions: `add` for each, with the same bits,
+        level by level of the tree for all of them at once."""
+        self.clients += len(weights)
+        level, ours = 0, False
+        if any(weight != 1 for weight in weights):
+            column = next(iter(values.values())).new_tensor(weights)
+            values = {n: v * column.view(-1, *[1] * (v.dim() - 1)) for n, v in values.items()}
+            losses = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
+            ours = True
+        while weights:
+            # Rows whose sibling lies outside the block stay at this level; the others pair up.
+            start, stop = first & 1, len(weights) - ((first + len(weights)) & 1)
+            alone = [0] * start + [len(weights) - 1] * (len(weights) - stop)
+            for row in alone:
+                part = {name: value[row] for name, value in values.items()}
+                self._insert(level, first + row, _Node(part, weights[row], losses[row]), ours)
+            left, right = slice(start, stop, 2), slice(start + 1, stop, 2)
+            values = {name: value[left] + value[right] for name, value in values.items()}
+            weights = [a + b for a, b in zip(weights[left], weights[right], strict=True)]
+            losses = [a + b for a, b in zip(losses[left], losses[right], strict=True)]
+            first, level, ours = (first + start) >> 1, level + 1, True
+
+    def _insert(self, level: int, index: int, node: _Node, ours: bool) -> None:
+        """Put a subtree in its place and merge it upwards; `ours` if it need not be copied."""
+        given = node
         while (sibling := self._nodes.pop((level, index ^ 1), None)) is not None:
             sibling.merge(node)
             node, level, index = sibling, level + 1, index >> 1
-        if node.values is values and weight == 1:
-            node.values = {name: value.clone() for name, value in values.items()}
+        if node is given and not ours:
+            node.values = {name: value.clone() for name, value in node.values.items()}
         self._nodes[level, index] = node
-        self.clients += 1
 
     def result(self) -> tuple[dict[str, Tensor], float]:
         """The mean of the values, and of the losses."""

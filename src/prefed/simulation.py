@@ -17,7 +17,7 @@ from prefed import draws
 from prefed.algorithms import Algorithm
 from prefed.data import FederatedData
 from prefed.diagnostics import CollapseWatch, diagnose
-from prefed.engines import ENGINES
+from prefed.engines.pool import Pool
 from prefed.errors import Diverged, PrefedError, explain
 from prefed.mean import Mean
 from prefed.round import Server, check_sharing, server_update, traffic
@@ -69,7 +69,7 @@ class Simulation:
         flat = self.task.flat
         check_sharing(algorithm, flat.layout)
         engine = "sequential" if settings.engine == "auto" else settings.engine
-        self.engine = ENGINES.get(engine)(self.task, data, settings)
+        self.engine = Pool(engine, settings.workers, self.task, data, settings)
         self.server = Server.start(algorithm, flat.layout, flat.weights, flat.read_buffers())
         self.kept: dict[int, State] = {}
         self.history: list[Record] = []
@@ -84,12 +84,11 @@ class Simulation:
         mean, kept = Mean(), {}
         with torch.random.fork_rng(enabled=True):
             for first, update in self.engine.updates(algorithm, self.server, cohort, self.kept):
-                for row, loss in enumerate(update.losses.tolist()):
-                    position, client = first + row, cohort[first + row]
-                    values = {name: value[row] for name, value in update.values.items()}
-                    weight = settings.weight(len(self.data.client(client)))
-                    mean.add(position, values, weight, loss)
-                    if update.kept:
+                clients = cohort[first : first + len(update.losses)]
+                weights = [settings.weight(len(self.data.client(c))) for c in clients]
+                mean.add_block(first, update.values, weights, update.losses.tolist())
+                if update.kept:
+                    for row, client in enumerate(clients):
                         kept[client] = {n: value[row].clone() for n, value in update.kept.items()}
         values, train_loss = mean.result()
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from prefed import draws
 from prefed.algorithms import Algorithm
 from prefed.data import FederatedData, Samples
+from prefed.draws import batches as draw_batches
 from prefed.engines.base import ENGINES
 from prefed.round import Kept, Server, Update, local_update
 from prefed.rules import Field
@@ -23,14 +23,15 @@ class Sequential:
         self.task, self.data, self.settings = task, data, settings
         self.room: dict[tuple[str, int], Tensor] = {}
 
-    def updates(
-        self, algorithm: Algorithm, server: Server, cohort: list[int], kept: Kept
-    ) -> Iterator[tuple[int, Update]]:
+    def block_size(self, cohort: int) -> int:
+        return 1
+
+    def update(
+        self, algorithm: Algorithm, server: Server, clients: Sequence[int], kept: Kept
+    ) -> Update:
         self.task.flat.module.train()
-        size = len(cohort) if algorithm.client_rule().lockstep else 1
-        for start in range(0, len(cohort), size):
-            block = _Block(self, cohort[start : start + size], server.round)
-            yield start, local_update(algorithm, server, block, kept, self.settings.local_steps)
+        block = _Block(self, clients, server.round)
+        return local_update(algorithm, server, block, kept, self.settings.local_steps)
 
 
 class _Block:
@@ -48,11 +49,9 @@ class _Block:
         self.buffers = flat.read_buffers().expand(len(clients), -1).clone()
         samples = [engine.data.client(c) for c in clients]
         self.batches = [
-            _Batches(s, c, round, engine.settings) for s, c in zip(samples, clients, strict=True)
+            Batches(s, c, round, engine.settings) for s, c in zip(samples, clients, strict=True)
         ]
-        self.seeds = [
-            draws.torch_seed(engine.settings.seed, "dropout", round, client) for client in clients
-        ]
+        self.seeds = self.task.seeds(engine.settings.seed, round, clients)
         shares = [engine.settings.weight(len(s)) for s in samples]
         self.shares = self.weights.new_tensor(shares) / sum(shares)
 
@@ -62,8 +61,7 @@ class _Block:
             if not self.alone:
                 flat.weights.copy_(self.weights[row])
                 flat.write_buffers(self.buffers[row])
-            self.task.seed(self.seeds[row] + k)
-            losses.append(self.task.gradient(*batches[k]))
+            losses.append(self.task.gradient(*batches[k], self.seeds[row] + k))
             if not self.alone:
                 self.gradient[row].copy_(flat.gradient)
                 self.buffers[row].copy_(flat.read_buffers())
@@ -88,7 +86,7 @@ class _Block:
         return self.shares @ rows
 
 
-class _Batches:
+class Batches:
     """The batches of one client in one round, gathered at once."""
 
     def __init__(self, samples: Samples, client: int, round: int, settings: Settings) -> None:
@@ -96,7 +94,7 @@ class _Batches:
         if self.size is None:
             self.x, self.y = samples.all()
         else:
-            index = draws.batches(
+            index = draw_batches(
                 settings.seed, round, client, len(samples), settings.local_steps, self.size
             )
             self.x, self.y = samples.take(index.view(-1))
