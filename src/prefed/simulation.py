@@ -17,6 +17,8 @@ from prefed import draws
 from prefed.algorithms import Algorithm
 from prefed.data import FederatedData
 from prefed.diagnostics import CollapseWatch, diagnose
+from prefed.engines import ENGINES
+from prefed.engines.auto import Choice, choose
 from prefed.engines.pool import Pool
 from prefed.errors import Diverged, PrefedError, explain
 from prefed.mean import Mean
@@ -33,7 +35,7 @@ Record = dict[str, Any]
 @dataclass(frozen=True)
 class Result:
     weights: Tensor
-    """The final weights, flat."""
+    """The final weights, flat, parameter by parameter in the model's order."""
     model: nn.Module
     """The model with the final weights."""
     history: list[Record]
@@ -68,8 +70,12 @@ class Simulation:
         self.task.check(data)
         flat = self.task.flat
         check_sharing(algorithm, flat.layout)
-        engine = "sequential" if settings.engine == "auto" else settings.engine
-        self.engine = Pool(engine, settings.workers, self.task, data, settings)
+        if settings.engine != "auto":
+            ENGINES.get(settings.engine)  # a name that does not exist is told now
+        self.choice: Choice | None = None
+        """Engine and workers, known from the first round on; to go on with those of an earlier
+        run, set them before."""
+        self.engine: Pool | None = None
         self.server = Server.start(algorithm, flat.layout, flat.weights, flat.read_buffers())
         self.kept: dict[int, State] = {}
         self.history: list[Record] = []
@@ -82,8 +88,9 @@ class Simulation:
         cohort = draws.cohort(settings.seed, round, len(self.data), settings.clients_per_round)
 
         mean, kept = Mean(), {}
+        engine = self._engine(cohort)
         with torch.random.fork_rng(enabled=True):
-            for first, update in self.engine.updates(algorithm, self.server, cohort, self.kept):
+            for first, update in engine.updates(algorithm, self.server, cohort, self.kept):
                 clients = cohort[first : first + len(update.losses)]
                 weights = [settings.weight(len(self.data.client(c))) for c in clients]
                 mean.add_block(first, update.values, weights, update.losses.tolist())
@@ -118,6 +125,17 @@ class Simulation:
         record["seconds"] = time.perf_counter() - start
         return record
 
+    def _engine(self, cohort: list[int]) -> Pool:
+        """The engine of the run, chosen in its first round."""
+        task, data, settings = self.task, self.data, self.settings
+        if self.choice is None:
+            self.choice = choose(
+                task, data, settings, self.algorithm, self.server, cohort, self.kept
+            )
+        if self.engine is None:
+            self.engine = Pool(self.choice.engine, self.choice.workers, task, data, settings)
+        return self.engine
+
     def evaluate(self) -> Record:
         """Loss and accuracy of the global model on the test set."""
         if self.data.test is None:
@@ -128,8 +146,9 @@ class Simulation:
 
     def result(self) -> Result:
         self._load()
-        model = self.task.flat.module.eval()
-        return Result(self.server.weights.clone(), model, self.history, self.server, self.kept)
+        model = self.task.model()
+        weights = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
+        return Result(weights, model, self.history, self.server, self.kept)
 
     def _load(self) -> None:
         self.task.flat.weights.copy_(self.server.weights)

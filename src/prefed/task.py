@@ -40,7 +40,10 @@ class Task:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise PrefedError(f"model: should be a torch.nn.Module, not {type(model).__name__}")
-        self.flat = FlatModel(copy.deepcopy(model).to(device))
+        model = copy.deepcopy(model).to(device)
+        if _likes_channels_last(model, device):
+            _lay_out(model, torch.channels_last)
+        self.flat = FlatModel(model)
         self.loss = loss
         self.transform = data.transform
         self.device = device
@@ -53,6 +56,13 @@ class Task:
         other = Task(self.flat.module, self.loss, data, self.device)
         other.randomness = self.randomness
         return other
+
+    def model(self) -> nn.Module:
+        """A copy of the module as it is now, in torch's usual memory format, to give away."""
+        module = copy.deepcopy(self.flat.module).eval()
+        _lay_out(module, torch.contiguous_format)
+        module.zero_grad(set_to_none=True)
+        return module
 
     def seeds(self, seed: int, round: int, clients: Sequence[int]) -> list[int]:
         """The seed of each client for what the model draws in a round; step k adds k."""
@@ -143,6 +153,19 @@ class Task:
         if not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
             return "generator"
         return "dropout" if mode.calls else "none"
+
+
+def _lay_out(module: nn.Module, format: torch.memory_format) -> None:
+    for parameter in module.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=format)
+
+
+def _likes_channels_last(model: nn.Module, device: torch.device) -> bool:
+    """On a CPU, float32 convolutions are up to 1.5 times faster with the channels last. This is a
+    rule, not a measurement: it decides where a weight lies in the flat vector."""
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d)]
+    return device.type == "cpu" and any(w.dtype == torch.float32 for w in weights)
 
 
 def _generator_states(device: torch.device) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Iterator
@@ -50,6 +51,15 @@ def bar(total: int, unit: str) -> Iterator[Any]:
             progress.update(task, advance=1, description=text)
 
         yield advance
+
+
+def show_log_plainly() -> None:
+    """What the library has to tell, such as the engine it chose, as lines of their own."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("prefed")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
 
 def show_warnings_plainly() -> None:

@@ -21,11 +21,13 @@ def run(
     json: Annotated[bool, typer.Option("--json", help="print each round as a JSON line")] = False,
 ) -> None:
     """Run one config or preset and write it to a directory."""
-    from prefed.cli.progress import bar, describe, show_warnings_plainly
+    from prefed.cli.progress import bar, describe, show_log_plainly, show_warnings_plainly
     from prefed.config import load
     from prefed.runs import execute, to_json
 
     show_warnings_plainly()
+    if not quiet:
+        show_log_plainly()
     loaded = load(config, set)
     folder = out or _new_folder(config, loaded.algorithm.name, loaded.seed)
     if quiet or json:
