@@ -92,7 +92,7 @@ def test_candidates_use_the_cores_that_torch_uses(monkeypatch: pytest.MonkeyPatc
         choices = auto.candidates(task, data, made.settings, made.algorithm, cohort)
         return [(c.engine, c.workers) for c in choices]
 
-    both = [("sequential", 1), ("sequential", 4), ("vectorised", 1), ("vectorised", 4)]
+    both = [("sequential", 1), ("sequential", 4), ("vectorised", 4), ("vectorised", 1)]
     assert found() == both
     assert found("workers=3") == [("sequential", 3), ("vectorised", 3)]
     assert found("algorithm=prefedsync") == [("sequential", 1), ("vectorised", 1)]

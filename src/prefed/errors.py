@@ -26,6 +26,10 @@ class Diverged(RuntimeError):
         self.history = history
 
 
+class RankLost(RuntimeError):
+    """Another process of a distributed run has died or hangs."""
+
+
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """' (did you mean "x"?)' for the nearest name, or the list of names if none is near."""
     names = sorted(names)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from prefed import draws
+from prefed import distributed, draws
 from prefed.algorithms import Algorithm
 from prefed.data import FederatedData
 from prefed.diagnostics import CollapseWatch, diagnose
@@ -22,7 +23,7 @@ from prefed.engines.auto import Choice, choose
 from prefed.engines.pool import Pool
 from prefed.errors import Diverged, PrefedError, explain
 from prefed.mean import Mean
-from prefed.round import Server, check_sharing, server_update, traffic
+from prefed.round import Server, check_sharing, first_kept, server_update, traffic
 from prefed.rules.base import State
 from prefed.schedule import at
 from prefed.settings import Settings
@@ -78,6 +79,7 @@ class Simulation:
         self.engine: Pool | None = None
         self.server = Server.start(algorithm, flat.layout, flat.weights, flat.read_buffers())
         self.kept: dict[int, State] = {}
+        self._keeps = first_kept(algorithm, flat.layout, flat.weights)
         self.history: list[Record] = []
         self._collapse = CollapseWatch(algorithm)
 
@@ -89,22 +91,24 @@ class Simulation:
 
         mean, kept = Mean(), {}
         engine = self._engine(cohort)
+        blocks = distributed.share(engine.blocks(algorithm, cohort))
         with torch.random.fork_rng(enabled=True):
-            for first, update in engine.updates(algorithm, self.server, cohort, self.kept):
+            for first, update in engine.updates(algorithm, self.server, blocks, self.kept):
                 clients = cohort[first : first + len(update.losses)]
                 weights = [settings.weight(len(self.data.client(c))) for c in clients]
                 mean.add_block(first, update.values, weights, update.losses.tolist())
                 if update.kept:
                     for row, client in enumerate(clients):
                         kept[client] = {n: value[row].clone() for n, value in update.kept.items()}
-        values, train_loss = mean.result()
+        values, train_loss = distributed.mean(mean, self.server.averaged())
+        kept = distributed.all_kept(kept, self._keeps)
 
         record: Record = {
             "round": round + 1,
             "train_loss": train_loss,
             "test_loss": None,
             "test_accuracy": None,
-            **traffic(algorithm, self.server, update, len(cohort), settings.local_steps),
+            **traffic(algorithm, self.server, len(cohort), settings.local_steps),
             "client_lr": at(algorithm.client_lr, round),
             "server_lr": at(algorithm.server_lr, round),
             "cohort": cohort,
@@ -120,7 +124,8 @@ class Simulation:
         diagnosis = diagnose(algorithm, self.server, round)
         self._collapse.see(diagnosis)
         record |= diagnosis
-        if (round + 1) % settings.evaluate_every == 0 or round + 1 == settings.rounds:
+        due = (round + 1) % settings.evaluate_every == 0 or round + 1 == settings.rounds
+        if due and distributed.rank() == 0:
             record |= self.evaluate()
         record["seconds"] = time.perf_counter() - start
         return record
@@ -129,8 +134,10 @@ class Simulation:
         """The engine of the run, chosen in its first round."""
         task, data, settings = self.task, self.data, self.settings
         if self.choice is None:
-            self.choice = choose(
-                task, data, settings, self.algorithm, self.server, cohort, self.kept
+            decide = partial(choose, task, data, settings, self.algorithm, self.server)
+            first = distributed.rank() == 0
+            self.choice = Choice.parse(
+                distributed.agree(str(decide(cohort, self.kept)) if first else "")
             )
         if self.engine is None:
             self.engine = Pool(self.choice.engine, self.choice.workers, task, data, settings)

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from prefed.cli import compare, run, show
+from prefed.cli import bench, compare, run, show
 
 app = typer.Typer(
     help="Adaptive and preconditioned federated optimisation.",
@@ -15,13 +15,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for module in (run, compare, show):
+for module in (run, compare, bench, show):
     module.add_to(app)
 
 
 def main() -> None:
     """Exit codes: 0 done, 2 bad usage or config, 1 a run that failed, 130 interrupted."""
-    from prefed.errors import Diverged, PrefedError
+    from prefed.errors import Diverged, PrefedError, RankLost
 
     try:
         app()
@@ -30,6 +30,9 @@ def main() -> None:
         sys.exit(2)
     except Diverged as error:
         print(f"diverged: {error}", file=sys.stderr)
+        sys.exit(1)
+    except RankLost as error:
+        print(f"stopped: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

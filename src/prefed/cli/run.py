@@ -21,6 +21,7 @@ def run(
     json: Annotated[bool, typer.Option("--json", help="print each round as a JSON line")] = False,
 ) -> None:
     """Run one config or preset and write it to a directory."""
+    from prefed import distributed
     from prefed.cli.progress import bar, describe, show_log_plainly, show_warnings_plainly
     from prefed.config import load
     from prefed.runs import execute, to_json
@@ -29,6 +30,11 @@ def run(
     if not quiet:
         show_log_plainly()
     loaded = load(config, set)
+    distributed.start()
+    if distributed.rank() > 0:  # the first rank writes and speaks for all
+        execute(loaded, None)
+        distributed.stop()
+        return
     folder = out or _new_folder(config, loaded.algorithm.name, loaded.seed)
     if quiet or json:
         show = (

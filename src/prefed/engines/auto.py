@@ -28,7 +28,7 @@ SHORT = 10_000_000
 """Runs that change fewer weights than this in all are over before a measurement would be."""
 STEPS, PASSES = 2, 2
 MARGIN = 0.9
-"""A candidate must beat the simpler ones before it by this factor."""
+"""A candidate must beat the best of those before it by this factor."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,12 @@ class Choice:
     workers: int
 
     def __str__(self) -> str:
-        return self.engine if self.workers == 1 else f"{self.engine}, {self.workers} workers"
+        return f"{self.engine} x {self.workers}"
+
+    @classmethod
+    def parse(cls, text: str) -> Choice:
+        engine, _, workers = text.rpartition(" x ")
+        return cls(engine, int(workers))
 
 
 def choose(
@@ -65,12 +70,13 @@ def choose(
     times: dict[Choice, float] = {}
     for choice in found:
         pool = Pool(choice.engine, choice.workers, task, data, brief)
-        clients = cohort[: choice.workers * pool.engines[0].block_size(len(cohort))]
+        blocks = pool.blocks(algorithm, cohort)[: choice.workers]
+        clients = sum(len(clients) for _, clients in blocks)
         for _ in range(1 + PASSES):  # the first fills caches and makes room
             start = time.perf_counter()
-            for _ in pool.updates(algorithm, server, clients, kept):
+            for _ in pool.updates(algorithm, server, blocks, kept):
                 pass
-            seconds = (time.perf_counter() - start) / (len(clients) * steps)
+            seconds = (time.perf_counter() - start) / (clients * steps)
             times[choice] = min(times.get(choice, seconds), seconds)
     best = found[0]
     for choice in found[1:]:
@@ -84,7 +90,7 @@ def choose(
 def candidates(
     task: Task, data: FederatedData, settings: Settings, algorithm: Algorithm, cohort: int
 ) -> list[Choice]:
-    """What is worth measuring, the simplest first. `workers` says how many cores a run may use;
+    """What is worth measuring, the safest first. `workers` says how many cores a run may use;
     without it a run uses as many as torch does."""
     workers = [settings.workers]
     threads = torch.get_num_threads()
@@ -96,4 +102,7 @@ def candidates(
         vectorised = Vectorised(task, data, settings)
         if vectorised.most > 1 and vectorised.problem() is None:
             engines.append("vectorised")
-    return [Choice(engine, count) for engine in engines for count in workers]
+    # Small operations of many clients suffer most from threads that wait for each other inside
+    # them, above all on a busy machine: there one core per block stands first.
+    found = [Choice(engines[0], count) for count in workers]
+    return found + [Choice(engine, count) for engine in engines[1:] for count in workers[::-1]]

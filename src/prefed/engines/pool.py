@@ -24,6 +24,9 @@ from prefed.round import Kept, Server, Update
 from prefed.settings import Settings
 from prefed.task import Task
 
+Clients = tuple[int, Sequence[int]]
+"""A block: the position of its first client in the cohort, and its clients."""
+
 
 class Pool:
     def __init__(
@@ -47,14 +50,17 @@ class Pool:
                 workers, "prefed", initializer=torch.set_num_threads, initargs=(1,)
             )
 
-    def updates(
-        self, algorithm: Algorithm, server: Server, cohort: Sequence[int], kept: Kept
-    ) -> Iterator[tuple[int, Update]]:
-        """The updates of the cohort in blocks, in any order, each with the position of its first
-        client. The tensors of an update are only valid until the next one is asked for."""
+    def blocks(self, algorithm: Algorithm, cohort: Sequence[int]) -> Sequence[Clients]:
+        """The cohort cut up; whole if it meets in every step."""
         whole = algorithm.client_rule().lockstep
         size = len(cohort) if whole else self.engines[0].block_size(len(cohort))
-        blocks = [(first, cohort[first : first + size]) for first in range(0, len(cohort), size)]
+        return [(first, cohort[first : first + size]) for first in range(0, len(cohort), size)]
+
+    def updates(
+        self, algorithm: Algorithm, server: Server, blocks: Sequence[Clients], kept: Kept
+    ) -> Iterator[tuple[int, Update]]:
+        """The updates of the blocks, in any order, each with the position of its first client.
+        The tensors of an update are only valid until the next one is asked for."""
         if self.threads is None or len(blocks) == 1:
             for first, clients in blocks:
                 yield first, self.engines[0].update(algorithm, server, clients, kept)
