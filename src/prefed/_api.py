@@ -12,7 +12,7 @@ from prefed.algorithms.prefedsync import PreFedSync
 from prefed.algorithms.scaffold import SCAFFOLD
 from prefed.data import DATASETS, SPLITS, FederatedData, Partition
 from prefed.diagnostics import CollapseWarning
-from prefed.engines import ENGINES
+from prefed.engines import ENGINES, EngineWarning
 from prefed.errors import Diverged, Interrupted, PrefedError
 from prefed.models import MODELS
 from prefed.results import load_runs, to_pandas
@@ -33,6 +33,7 @@ __all__ = [
     "Callback",
     "CollapseWarning",
     "Diverged",
+    "EngineWarning",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",

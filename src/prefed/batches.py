@@ -48,11 +48,14 @@ class Batches:
         if device is not None:
             self.x, self.y = self.x.to(device), self.y.to(device)
 
+    def part(self, k: int) -> slice:
+        """Where the batch of step k lies in x and y."""
+        size = self.settings.batch_size
+        return slice(None) if size is None else slice(k * size, (k + 1) * size)
+
     def __getitem__(self, k: int) -> tuple[Tensor, Tensor]:
-        x, y, size = self.x, self.y, self.settings.batch_size
-        if size is not None:
-            part = slice(k * size, (k + 1) * size)
-            x, y = x[part], y[part]
+        part = self.part(k)
+        x, y = self.x[part], self.y[part]
         if self.augment is not None:
             x = augmented(self.augment, x, self.settings, self.round, self.client, k)
         return x, y

@@ -39,6 +39,8 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     rounds: str
     """The lines of rounds.jsonl up to here."""
+    engine: str
+    """What computes the run: another engine would round otherwise."""
 
 
 def save(folder: Path, run: str, checkpoint: Checkpoint) -> None:
@@ -55,6 +57,7 @@ def save(folder: Path, run: str, checkpoint: Checkpoint) -> None:
     manifest = {
         "run": run,
         "round": checkpoint.round,
+        "engine": checkpoint.engine,
         "sha256": {name: _sha256(content) for name, content in contents.items()},
     }
     manifest["manifest_sha256"] = _sha256(_canonical(manifest))
@@ -110,7 +113,8 @@ def _read(path: Path, run: str) -> Checkpoint:
             if _sha256(content) != manifest["sha256"][name]:
                 raise _Damaged(f"{name} is damaged")
         tensors = safetensors.torch.load(contents["state.safetensors"])
-        return Checkpoint(manifest["round"], tensors, contents["rounds.jsonl"].decode())
+        lines = contents["rounds.jsonl"].decode()
+        return Checkpoint(manifest["round"], tensors, lines, manifest["engine"])
     except (
         OSError,
         ValueError,

@@ -34,6 +34,10 @@ class CannotWrite(RuntimeError):
     """The disk is full or read-only. What had been written before is intact."""
 
 
+class RankLost(RuntimeError):
+    """Another process of a distributed run has died or hangs."""
+
+
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """' (did you mean "x"?)' for the nearest name, or the list of names if none is near."""
     names = sorted(names)

@@ -14,49 +14,89 @@ from torch import Tensor
 
 
 @dataclass
-class _Node:
+class Part:
+    """The sum over a subtree: where it stands, and what it adds up to."""
+
+    level: int
+    index: int
     values: dict[str, Tensor]
     weight: float
     loss: float
 
-    def merge(self, other: _Node) -> None:
+    def merge(self, other: Part) -> None:
         for name, value in self.values.items():
             value.add_(other.values[name])
         self.weight += other.weight
         self.loss += other.loss
+        self.level, self.index = self.level + 1, self.index >> 1
 
 
 class Mean:
     """Collects the clients of a round, each at its position in the cohort."""
 
     def __init__(self) -> None:
-        self._nodes: dict[tuple[int, int], _Node] = {}
+        self._parts: dict[tuple[int, int], Part] = {}
         self.clients = 0
 
     def add(self, position: int, values: dict[str, Tensor], weight: float, loss: float) -> None:
         """Take one client's values; they are copied where they must be held."""
         if weight != 1:
             values = {name: value * weight for name, value in values.items()}
-        node, level, index = _Node(values, weight, loss * weight), 0, position
-        while (sibling := self._nodes.pop((level, index ^ 1), None)) is not None:
-            sibling.merge(node)
-            node, level, index = sibling, level + 1, index >> 1
-        if node.values is values and weight == 1:
-            node.values = {name: value.clone() for name, value in values.items()}
-        self._nodes[level, index] = node
+        self._insert(Part(0, position, values, weight, loss * weight), ours=weight != 1)
         self.clients += 1
+
+    def add_block(
+        self, first: int, values: dict[str, Tensor], weights: list[float], losses: list[float]
+    ) -> None:
+        """Take the rows of clients at neighbouring positions: `add` for each, with the same bits,
+        level by level of the tree for all of them at once."""
+        self.clients += len(weights)
+        level, ours = 0, False
+        if any(weight != 1 for weight in weights):
+            column = next(iter(values.values())).new_tensor(weights)
+            values = {n: v * column.view(-1, *[1] * (v.dim() - 1)) for n, v in values.items()}
+            losses = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
+            ours = True
+        while weights:
+            # Rows whose sibling lies outside the block stay at this level; the others pair up.
+            start, stop = first & 1, len(weights) - ((first + len(weights)) & 1)
+            alone = [0] * start + [len(weights) - 1] * (len(weights) - stop)
+            for row in alone:
+                sums = {name: value[row] for name, value in values.items()}
+                self._insert(Part(level, first + row, sums, weights[row], losses[row]), ours)
+            left, right = slice(start, stop, 2), slice(start + 1, stop, 2)
+            values = {name: value[left] + value[right] for name, value in values.items()}
+            weights = [a + b for a, b in zip(weights[left], weights[right], strict=True)]
+            losses = [a + b for a, b in zip(losses[left], losses[right], strict=True)]
+            first, level, ours = (first + start) >> 1, level + 1, True
+
+    def parts(self) -> list[Part]:
+        """The subtrees so far, for another Mean to go on with."""
+        return list(self._parts.values())
+
+    def add_part(self, part: Part) -> None:
+        self._insert(part, ours=True)
+
+    def _insert(self, part: Part, ours: bool) -> None:
+        """Put a subtree in its place and merge it upwards; `ours` if it need not be copied."""
+        given = part
+        while (sibling := self._parts.pop((part.level, part.index ^ 1), None)) is not None:
+            sibling.merge(part)
+            part = sibling
+        if part is given and not ours:
+            part.values = {name: value.clone() for name, value in part.values.items()}
+        self._parts[part.level, part.index] = part
 
     def result(self) -> tuple[dict[str, Tensor], float]:
         """The mean of the values, and of the losses."""
-        total, *rest = (self._nodes[key] for key in sorted(self._nodes, key=_place, reverse=True))
-        for node in rest:
-            node.merge(total)
-            total = node
+        total, *rest = sorted(self._parts.values(), key=_place, reverse=True)
+        for part in rest:
+            part.merge(total)
+            total = part
         for value in total.values.values():
             value.div_(total.weight)
         return total.values, total.loss / total.weight
 
 
-def _place(key: tuple[int, int]) -> int:
-    level, index = key
-    return index << level
+def _place(part: Part) -> int:
+    return part.index << part.level

@@ -54,6 +54,10 @@ class Server:
             shared={name: field.new(weights) for name, field in shared.items()},
         )
 
+    def averaged(self) -> State:
+        """What the clients' values are averaged into, by name."""
+        return {"weights": self.weights, "buffers": self.buffers} | self.shared
+
 
 @dataclass(frozen=True)
 class Update:
@@ -162,6 +166,12 @@ def server_update(
     server.round += 1
 
 
+def first_kept(algorithm: Algorithm, layout: Layout, weights: Tensor) -> State:
+    """What a client keeps before it has taken part."""
+    fields = algorithm.client_rule().fields(layout)
+    return {n: f.new(weights) for n, f in fields.items() if policy(algorithm, n).kind == "keep"}
+
+
 def check_sharing(algorithm: Algorithm, layout: Layout) -> None:
     """Build both rules and compare the sharing policy with the fields they have."""
     fields = algorithm.client_rule().fields(layout)
@@ -174,13 +184,10 @@ def check_sharing(algorithm: Algorithm, layout: Layout) -> None:
             )
 
 
-def traffic(
-    algorithm: Algorithm, server: Server, update: Update, clients: int, steps: int
-) -> dict[str, int]:
+def traffic(algorithm: Algorithm, server: Server, clients: int, steps: int) -> dict[str, int]:
     """Exact bytes of a round, over all its clients, split into weights and optimiser state."""
     weights = server.weights.nbytes + server.buffers.nbytes
-    down = sum(value.nbytes for value in server.shared.values())
-    up = sum(v[0].nbytes for n, v in update.values.items() if n not in ("weights", "buffers"))
+    up = down = sum(value.nbytes for value in server.shared.values())
     if algorithm.client_rule().lockstep:  # a gradient up and the mean gradient down in each step
         down += steps * server.weights.nbytes
         up += steps * server.weights.nbytes

@@ -28,8 +28,9 @@ import safetensors.torch
 import tomli_w
 import torch
 
-from prefed import __version__, checkpoints
+from prefed import __version__, checkpoints, distributed
 from prefed.config import Config
+from prefed.engines.auto import Choice
 from prefed.errors import CannotWrite, Diverged, Interrupted, PrefedError
 from prefed.files import lock, remove_leftovers, write_whole
 from prefed.simulation import Callback, Record, Result, Simulation
@@ -52,18 +53,29 @@ def execute(
     resume    go on where the run in `folder` was; without one there, begin
     stop      asked after each round; if it says yes, the run is saved and Interrupted raised
     """
-    if folder is None:
-        return _loop(config.make_simulation(), config, None, callbacks, stop)
-    directory = RunDirectory.open(folder, config, resume)
+    directory = None if folder is None else RunDirectory.open(folder, config, resume)
     try:
         simulation = config.make_simulation()
-        if directory.is_new:
-            directory.begin(simulation)
-        else:
+        if directory and not directory.is_new:
             directory.restore(simulation)
+        _follow_first_rank(simulation)
+        simulation.prepare()
+        if directory and directory.is_new:
+            directory.begin(simulation)
         return _loop(simulation, config, directory, callbacks, stop)
     finally:
-        directory.close()
+        if directory:
+            directory.close()
+
+
+def _follow_first_rank(simulation: Simulation) -> None:
+    """In a run on several ranks, all begin where the first one does."""
+    if choice := distributed.agree(str(simulation.choice or "")):
+        simulation.choice = Choice.parse(choice)
+    if lines := distributed.agree("\n".join(to_json(r) for r in simulation.history)):
+        tensors = distributed.agree_on(simulation.snapshot())
+        if distributed.rank() > 0:
+            simulation.restore(tensors, [json.loads(line) for line in lines.splitlines()])
 
 
 def _loop(
@@ -88,7 +100,10 @@ def _loop(
                 directory.checkpoint_if_due(simulation)
             for callback in callbacks:
                 callback.on_round(record)
-            if stop() and simulation.server.round < config.rounds:
+            if (
+                distributed.agree("stop" if stop() else "")
+                and simulation.server.round < config.rounds
+            ):
                 if directory:
                     directory.checkpoint(simulation)
                 raise Interrupted(f"stopped after round {simulation.server.round}")
@@ -147,7 +162,7 @@ class RunDirectory:
     def begin(self, simulation: Simulation) -> None:
         """The config comes last: a directory that has one also has a checkpoint to begin from."""
         remove_leftovers(self.folder)
-        about = json.dumps(environment(), indent=2) + "\n"
+        about = json.dumps(environment() | {"engine": str(simulation.choice)}, indent=2) + "\n"
         with self._writing():
             write_whole(self.folder / "environment.json", about)
             write_whole(self.folder / "rounds.jsonl", "")
@@ -158,6 +173,7 @@ class RunDirectory:
         remove_leftovers(self.folder)
         saved = checkpoints.load(self.folder / "checkpoints", self.fingerprint)
         self._saved, self._lines = saved.round, saved.rounds.splitlines()
+        simulation.choice = Choice.parse(saved.engine)
         simulation.restore(saved.tensors, [json.loads(line) for line in self._lines])
         with self._writing():
             write_whole(self.folder / "rounds.jsonl", saved.rounds)  # forget what came after
@@ -189,7 +205,8 @@ class RunDirectory:
         start = time.monotonic()
         tensors = {name: value.cpu() for name, value in simulation.snapshot().items()}
         lines = "".join(line + "\n" for line in self._lines)
-        saved = checkpoints.Checkpoint(simulation.server.round, tensors, lines)
+        engine = str(simulation.choice)
+        saved = checkpoints.Checkpoint(simulation.server.round, tensors, lines, engine)
         with self._writing():
             checkpoints.save(self.folder / "checkpoints", self.fingerprint, saved)
         self._saved = saved.round

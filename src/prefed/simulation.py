@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,14 +14,16 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from prefed import draws
+from prefed import distributed, draws
 from prefed.algorithms import Algorithm
 from prefed.data import FederatedData
 from prefed.diagnostics import CollapseWatch, diagnose
 from prefed.engines import ENGINES
+from prefed.engines.auto import Choice, choose
+from prefed.engines.pool import Pool
 from prefed.errors import Diverged, PrefedError, explain
 from prefed.mean import Mean
-from prefed.round import Server, check_sharing, server_update, traffic
+from prefed.round import Server, check_sharing, first_kept, server_update, traffic
 from prefed.rules.base import State
 from prefed.schedule import at
 from prefed.settings import Settings
@@ -33,7 +36,7 @@ Record = dict[str, Any]
 @dataclass(frozen=True)
 class Result:
     weights: Tensor
-    """The final weights, flat."""
+    """The final weights, flat, parameter by parameter in the model's order."""
     model: nn.Module
     """The model with the final weights."""
     history: list[Record]
@@ -85,10 +88,15 @@ class Simulation:
         self.task.check(data)
         flat = self.task.flat
         check_sharing(algorithm, flat.layout)
-        engine = "sequential" if settings.engine == "auto" else settings.engine
-        self.engine = ENGINES.get(engine)(self.task, data, settings)
+        if settings.engine != "auto":
+            ENGINES.get(settings.engine)  # a name that does not exist is told now
+        self.choice: Choice | None = None
+        """Engine and workers, known from the first round on; to go on with those of an earlier
+        run, set them before."""
+        self.engine: Pool | None = None
         self.server = Server.start(algorithm, flat.layout, flat.weights, flat.read_buffers())
         self.kept: dict[int, State] = {}
+        self._keeps = first_kept(algorithm, flat.layout, flat.weights)
         self.history: list[Record] = []
         self._collapse = CollapseWatch(algorithm)
 
@@ -99,23 +107,25 @@ class Simulation:
         cohort = draws.cohort(settings.seed, round, len(self.data), settings.clients_per_round)
 
         mean, kept = Mean(), {}
+        engine = self._engine(cohort)
+        blocks = distributed.share(engine.blocks(algorithm, cohort))
         with torch.random.fork_rng(enabled=True):
-            for first, update in self.engine.updates(algorithm, self.server, cohort, self.kept):
-                for row, loss in enumerate(update.losses.tolist()):
-                    position, client = first + row, cohort[first + row]
-                    values = {name: value[row] for name, value in update.values.items()}
-                    weight = settings.weight(len(self.data.client(client)))
-                    mean.add(position, values, weight, loss)
-                    if update.kept:
+            for first, update in engine.updates(algorithm, self.server, blocks, self.kept):
+                clients = cohort[first : first + len(update.losses)]
+                weights = [settings.weight(len(self.data.client(c))) for c in clients]
+                mean.add_block(first, update.values, weights, update.losses.tolist())
+                if update.kept:
+                    for row, client in enumerate(clients):
                         kept[client] = {n: value[row].clone() for n, value in update.kept.items()}
-        values, train_loss = mean.result()
+        values, train_loss = distributed.mean(mean, self.server.averaged())
+        kept = distributed.all_kept(kept, self._keeps)
 
         record: Record = {
             "round": round + 1,
             "train_loss": train_loss,
             "test_loss": None,
             "test_accuracy": None,
-            **traffic(algorithm, self.server, update, len(cohort), settings.local_steps),
+            **traffic(algorithm, self.server, len(cohort), settings.local_steps),
             "client_lr": at(algorithm.client_lr, round),
             "server_lr": at(algorithm.server_lr, round),
             "cohort": cohort,
@@ -131,10 +141,31 @@ class Simulation:
         diagnosis = diagnose(algorithm, self.server, round)
         self._collapse.see(diagnosis)
         record |= diagnosis
-        if (round + 1) % settings.evaluate_every == 0 or round + 1 == settings.rounds:
+        due = (round + 1) % settings.evaluate_every == 0 or round + 1 == settings.rounds
+        if due and distributed.rank() == 0:
             record |= self.evaluate()
         record["seconds"] = time.perf_counter() - start
         return record
+
+    def prepare(self) -> None:
+        """Choose the engine, which the first round would do otherwise."""
+        settings, clients = self.settings, len(self.data)
+        self._engine(
+            draws.cohort(settings.seed, self.server.round, clients, settings.clients_per_round)
+        )
+
+    def _engine(self, cohort: list[int]) -> Pool:
+        """The engine of the run, chosen in its first round."""
+        task, data, settings = self.task, self.data, self.settings
+        if self.choice is None:
+            decide = partial(choose, task, data, settings, self.algorithm, self.server)
+            first = distributed.rank() == 0
+            self.choice = Choice.parse(
+                distributed.agree(str(decide(cohort, self.kept)) if first else "")
+            )
+        if self.engine is None:
+            self.engine = Pool(self.choice.engine, self.choice.workers, task, data, settings)
+        return self.engine
 
     def evaluate(self) -> Record:
         """Loss and accuracy of the global model on the test set."""
@@ -177,8 +208,9 @@ class Simulation:
 
     def result(self) -> Result:
         self._load()
-        model = self.task.flat.module.eval()
-        return Result(self.server.weights.clone(), model, self.history, self.server, self.kept)
+        model = self.task.model()
+        weights = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
+        return Result(weights, model, self.history, self.server, self.kept)
 
     def _load(self) -> None:
         self.task.flat.weights.copy_(self.server.weights)

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from prefed.cli import compare, data, report, run, show, sweep
+from prefed.cli import bench, compare, data, report, run, show, sweep
 
 app = typer.Typer(
     help="Adaptive and preconditioned federated optimisation.",
@@ -15,13 +15,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for module in (run, compare, sweep, report, show, data):
+for module in (run, compare, sweep, report, show, data, bench):
     module.add_to(app)
 
 
 def main() -> None:
     """Exit codes: 0 done, 2 bad usage or config, 1 a run that failed, 130 interrupted."""
-    from prefed.errors import CannotWrite, Diverged, Interrupted, PrefedError
+    from prefed.errors import CannotWrite, Diverged, Interrupted, PrefedError, RankLost
 
     try:
         app()
@@ -29,7 +29,7 @@ def main() -> None:
         code, text = 2, "\n".join(f"error: {line}" for line in str(error).splitlines())
     except Diverged as error:
         code, text = 1, f"diverged: {error}"
-    except CannotWrite as error:
+    except (CannotWrite, RankLost) as error:
         code, text = 1, f"error: {error}"
     except Interrupted as error:
         code, text = 130, f"{error}; go on with --resume"

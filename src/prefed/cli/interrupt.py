@@ -11,7 +11,8 @@ from typing import Any
 class StopOnSignal:
     """While open, the first SIGINT or SIGTERM only makes `asked` true; the second interrupts."""
 
-    def __init__(self) -> None:
+    def __init__(self, quiet: bool = False) -> None:
+        self._quiet = quiet
         self._asked = False
         self._before: dict[int, Any] = {}
 
@@ -22,7 +23,8 @@ class StopOnSignal:
         if self._asked:
             raise KeyboardInterrupt
         self._asked = True
-        print("finishing the round; once more to stop at once", file=sys.stderr, flush=True)
+        if not self._quiet:
+            print("finishing the round; once more to stop at once", file=sys.stderr, flush=True)
 
     def __enter__(self) -> StopOnSignal:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from typing import Any
@@ -87,6 +88,15 @@ class JsonLines(RoundBar):
         from prefed.runs import to_json
 
         print(to_json(record), flush=True)
+
+
+def show_log_plainly() -> None:
+    """What the library has to tell, such as the engine it chose, as lines of their own."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("prefed")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
 
 def show_warnings_plainly() -> None:

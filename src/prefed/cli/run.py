@@ -27,18 +27,33 @@ def run(
     """Run one config or preset and write it to a directory.
 
     Ctrl-C finishes the round, saves and stops; a second one stops at once. Either way
-    the same command with --resume goes on and ends in the same bits.
+    the same command with --resume goes on and ends in the same bits. Under torchrun
+    the ranks share each cohort.
     """
+    from prefed import distributed
     from prefed.cli.interrupt import StopOnSignal
-    from prefed.cli.progress import JsonLines, RoundBar, show_warnings_plainly
+    from prefed.cli.progress import (
+        JsonLines,
+        RoundBar,
+        show_log_plainly,
+        show_warnings_plainly,
+    )
     from prefed.config import load
     from prefed.runs import execute
     from prefed.tracking import tracker
 
     show_warnings_plainly()
+    if not quiet:
+        show_log_plainly()
     loaded = load(config, set)
     if resume and out is None:
         raise typer.BadParameter("--resume needs --out, the directory of the run to go on with")
+    distributed.start()
+    if distributed.rank() > 0:  # the first rank writes and speaks for all
+        with StopOnSignal(quiet=True) as stop:
+            execute(loaded, stop=stop.asked)
+        distributed.stop()
+        return
     folder = out or _new_folder(config, loaded.algorithm.name, loaded.seed)
     trackers = [tracker(name, folder) for name in track]
     progress = JsonLines() if json else RoundBar(loaded.rounds, quiet)
@@ -50,6 +65,7 @@ def run(
         up = sum(record["bytes_up"] for record in result.history) / 1e6
         print(f"{loaded.algorithm.name}: {progress.describe(result.history[-1])}, {up:.1f} MB up")
         print(f"written to {folder}")
+    distributed.stop()
 
 
 def _new_folder(config: str, algorithm: str, seed: int) -> Path:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from prefed.algorithms import Algorithm
@@ -11,14 +11,21 @@ from prefed.settings import Settings
 from prefed.task import Task
 
 
-class Engine(Protocol):
-    def updates(
-        self, algorithm: Algorithm, server: Server, cohort: list[int], kept: Kept
-    ) -> Iterator[tuple[int, Update]]:
-        """The updates of the cohort in blocks, each with the position of its first client.
+class EngineWarning(UserWarning):
+    """The run goes another way than was asked for, because its model does not allow it."""
 
-        The tensors of an update are only valid until the next one is asked for.
-        """
+
+class Engine(Protocol):
+    """How a block of clients trains, on one instance of the model."""
+
+    def block_size(self, cohort: int) -> int:
+        """How many clients of a cohort to take at a time. Must not depend on the number of
+        workers: the bits of a run do not."""
+
+    def update(
+        self, algorithm: Algorithm, server: Server, clients: Sequence[int], kept: Kept
+    ) -> Update:
+        """The update of a block. Its tensors are valid until the next call."""
 
 
 ENGINES: Registry[Callable[[Task, FederatedData, Settings], Engine]] = Registry(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from prefed import draws
 from prefed.algorithms import Algorithm
 from prefed.batches import Batches
 from prefed.data import FederatedData
@@ -24,14 +23,15 @@ class Sequential:
         self.task, self.data, self.settings = task, data, settings
         self.room: dict[tuple[str, int], Tensor] = {}
 
-    def updates(
-        self, algorithm: Algorithm, server: Server, cohort: list[int], kept: Kept
-    ) -> Iterator[tuple[int, Update]]:
+    def block_size(self, cohort: int) -> int:
+        return 1
+
+    def update(
+        self, algorithm: Algorithm, server: Server, clients: Sequence[int], kept: Kept
+    ) -> Update:
         self.task.flat.module.train()
-        size = len(cohort) if algorithm.client_rule().lockstep else 1
-        for start in range(0, len(cohort), size):
-            block = _Block(self, cohort[start : start + size], server.round)
-            yield start, local_update(algorithm, server, block, kept, self.settings.local_steps)
+        block = _Block(self, clients, server.round)
+        return local_update(algorithm, server, block, kept, self.settings.local_steps)
 
 
 class _Block:
@@ -52,9 +52,7 @@ class _Block:
             Batches(s, c, round, engine.settings, engine.data.augment, self.task.device)
             for s, c in zip(samples, clients, strict=True)
         ]
-        self.seeds = [
-            draws.torch_seed(engine.settings.seed, "dropout", round, client) for client in clients
-        ]
+        self.seeds = self.task.seeds(engine.settings.seed, round, clients)
         shares = [engine.settings.weight(len(s)) for s in samples]
         self.shares = self.weights.new_tensor(shares) / sum(shares)
 
@@ -64,8 +62,7 @@ class _Block:
             if not self.alone:
                 flat.weights.copy_(self.weights[row])
                 flat.write_buffers(self.buffers[row])
-            self.task.seed(self.seeds[row] + k)
-            losses.append(self.task.gradient(*batches[k]))
+            losses.append(self.task.gradient(*batches[k], self.seeds[row] + k))
             if not self.alone:
                 self.gradient[row].copy_(flat.gradient)
                 self.buffers[row].copy_(flat.read_buffers())

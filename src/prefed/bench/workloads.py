@@ -1,0 +1,96 @@
+"""What is measured: three workloads of increasing model size, and the user's own config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prefed.data import FederatedData, Partition
+from prefed.models.cnn import cnn
+from prefed.models.mlp import mlp
+
+
+@dataclass(frozen=True)
+class Workload:
+    title: str
+    model: Callable[[], nn.Module]
+    data: FederatedData
+    clients_per_round: int
+    local_steps: int
+    batch_size: int | None
+
+
+def w1(clients: int = 1000) -> Workload:
+    data = _random_data(clients, 20, (64,), 10)
+    title = f"W1: 100 of {clients:,} clients, MLP 64-128-10, K=10, batch 20"
+    return Workload(title, lambda: mlp((64,), 10), data, 100, 10, 20)
+
+
+def w2() -> Workload:
+    data = _random_data(200, 100, (1, 28, 28), 62)
+    title = "W2: 20 of 200 clients, CNN on 1x28x28, K=10, batch 20"
+    return Workload(title, lambda: cnn((1, 28, 28), 62), data, 20, 10, 20)
+
+
+def w3() -> Workload:
+    data = _random_data(20, 100, (3, 32, 32), 10)
+    title = "W3: 4 of 20 clients, ResNet-18 of 16-32-64-128 channels, GroupNorm, K=5, batch 32"
+    return Workload(title, ResNet18, data, 4, 5, 32)
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {"W1": w1, "W2": w2, "W3": w3}
+
+
+def _random_data(clients: int, each: int, shape: tuple[int, ...], classes: int) -> FederatedData:
+    """Noise: the time of a step does not depend on what is learnt."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(clients * each, *shape, generator=generator)
+    y = torch.randint(classes, (len(x),), generator=generator)
+    parts: list[np.ndarray[Any, Any]] = np.array_split(np.arange(len(x)), clients)
+    return FederatedData(Partition(x, y, parts))
+
+
+class ResNet18(nn.Module):
+    def __init__(self, width: int = 16, classes: int = 10) -> None:
+        super().__init__()
+        stages = [width << i for i in range(4)]
+        layers: list[nn.Module] = [_conv(3, width), _norm(width), nn.ReLU()]
+        for before, after in zip([width, *stages], stages, strict=False):
+            layers += [_Residual(before, after, 1 if before == after else 2)]
+            layers += [_Residual(after, after, 1)]
+        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(stages[-1], classes)]
+        self.layers = nn.Sequential(*layers, *head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layers(x)
+        return output
+
+
+class _Residual(nn.Module):
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.main = nn.Sequential(
+            _conv(before, after, 3, stride), _norm(after), nn.ReLU(),
+            _conv(after, after), _norm(after),
+        )  # fmt: skip
+        same = before == after and stride == 1
+        self.short = (
+            nn.Identity() if same else nn.Sequential(_conv(before, after, 1, stride), _norm(after))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = (self.main(x) + self.short(x)).relu()
+        return output
+
+
+def _conv(before: int, after: int, kernel: int = 3, stride: int = 1) -> nn.Module:
+    return nn.Conv2d(before, after, kernel, stride, kernel // 2, bias=False)
+
+
+def _norm(channels: int) -> nn.Module:
+    return nn.GroupNorm(8, channels)

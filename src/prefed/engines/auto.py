@@ -1,0 +1,108 @@
+"""engine = "auto": measure the candidates on the real model and data, and take the fastest.
+
+The measurements train on clients of the first cohort and throw the updates away, so a run is to the
+last bit what it would have been had the choice been made by hand. Another machine, or a busy
+moment, may lead to another choice: then results agree to rounding, as those of any two engines.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from prefed.algorithms import Algorithm
+from prefed.data import FederatedData
+from prefed.engines.pool import Pool
+from prefed.engines.vectorised import Vectorised
+from prefed.round import Kept, Server
+from prefed.settings import Settings
+from prefed.task import Task
+
+log = logging.getLogger("prefed")
+
+SHORT = 10_000_000
+"""Runs that change fewer weights than this in all are over before a measurement would be."""
+STEPS, PASSES = 2, 2
+MARGIN = 0.9
+"""A candidate must beat the best of those before it by this factor."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a run computes. A resumed run takes the choice of the run it continues."""
+
+    engine: str
+    workers: int
+
+    def __str__(self) -> str:
+        return f"{self.engine} x {self.workers}"
+
+    @classmethod
+    def parse(cls, text: str) -> Choice:
+        engine, _, workers = text.rpartition(" x ")
+        return cls(engine, int(workers))
+
+
+def choose(
+    task: Task,
+    data: FederatedData,
+    settings: Settings,
+    algorithm: Algorithm,
+    server: Server,
+    cohort: Sequence[int],
+    kept: Kept,
+) -> Choice:
+    """The choice for a run; one line in the log says what it was and why."""
+    if settings.engine != "auto":
+        return Choice(settings.engine, settings.workers)
+    work = settings.rounds * settings.local_steps * len(cohort) * task.flat.layout.size
+    if work < SHORT:
+        return Choice("sequential", settings.workers)
+    found = candidates(task, data, settings, algorithm, len(cohort))
+    if len(found) == 1:
+        return found[0]
+    steps = min(STEPS, settings.local_steps)
+    brief = settings.model_copy(update={"local_steps": steps})
+    times: dict[Choice, float] = {}
+    for choice in found:
+        pool = Pool(choice.engine, choice.workers, task, data, brief)
+        blocks = pool.blocks(algorithm, cohort)[: choice.workers]
+        clients = sum(len(clients) for _, clients in blocks)
+        for _ in range(1 + PASSES):  # the first fills caches and makes room
+            start = time.perf_counter()
+            for _ in pool.updates(algorithm, server, blocks, kept):
+                pass
+            seconds = (time.perf_counter() - start) / (clients * steps)
+            times[choice] = min(times.get(choice, seconds), seconds)
+    best = found[0]
+    for choice in found[1:]:
+        if times[choice] < MARGIN * times[best]:
+            best = choice
+    measured = "; ".join(f"{choice} {1e3 * t:.3g}" for choice, t in times.items())
+    log.info("engine: %s, the fastest measured (ms per local step: %s)", best, measured)
+    return best
+
+
+def candidates(
+    task: Task, data: FederatedData, settings: Settings, algorithm: Algorithm, cohort: int
+) -> list[Choice]:
+    """What is worth measuring, the safest first. `workers` says how many cores a run may use;
+    without it a run uses as many as torch does."""
+    workers = [settings.workers]
+    threads = torch.get_num_threads()
+    shared = cohort > 1 and not algorithm.client_rule().lockstep and task.device.type == "cpu"
+    if workers == [1] and threads > 1 and shared and task.randomness != "generator":
+        workers.append(min(threads, cohort))
+    engines = ["sequential"]
+    if cohort > 1:
+        vectorised = Vectorised(task, data, settings)
+        if vectorised.most > 1 and vectorised.problem() is None:
+            engines.append("vectorised")
+    # Small operations of many clients suffer most from threads that wait for each other inside
+    # them, above all on a busy machine: there one core per block stands first.
+    found = [Choice(engines[0], count) for count in workers]
+    return found + [Choice(engine, count) for engine in engines[1:] for count in workers[::-1]]

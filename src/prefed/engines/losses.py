@@ -1,0 +1,47 @@
+"""The losses of many copies of a model at once, each with its own weights and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from torch import Tensor
+from torch.func import functional_call, vmap
+from torch.nn.functional import cross_entropy
+
+from prefed.dropout import KeyedDropout
+from prefed.engines import batched
+from prefed.rules.base import State
+from prefed.task import Task
+
+Losses = Callable[[State, State, Tensor, Tensor, Tensor], Tensor]
+"""(parameters, buffers, x, y, keys of dropout), each with a row a client -> losses (C)."""
+
+
+def losses_of(task: Task) -> Losses:
+    """The fastest way there is for this model: batched products for a chain of linear layers,
+    vmap for any other model."""
+    if (forward := batched.plan(task.flat.module)) is None:
+        return by_vmap(task)
+    prepare = vmap(task.transform) if task.transform else (lambda x: x)
+    loss = _cross_entropy if task.loss is cross_entropy else vmap(task.loss)
+    return lambda weights, buffers, x, y, keys: loss(forward(weights, prepare(x), keys), y)
+
+
+def by_vmap(task: Task) -> Losses:
+    drops = task.randomness == "dropout"
+
+    def one(weights: State, buffers: State, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
+        if task.transform:
+            x = task.transform(x)
+        with KeyedDropout(key) if drops else nullcontext():
+            output = functional_call(task.flat.module, {**weights, **buffers}, (x,))
+        return task.loss(output, y)
+
+    mapped: Losses = vmap(one)
+    return mapped
+
+
+def _cross_entropy(output: Tensor, y: Tensor) -> Tensor:
+    each = cross_entropy(output.flatten(0, 1), y.flatten(0, 1), reduction="none")
+    return each.view(y.shape).flatten(1).mean(1)

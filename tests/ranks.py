@@ -1,0 +1,46 @@
+"""One rank of a distributed run, started by test_distributed.py: python -m tests.ranks OUT."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import safetensors.torch
+import torch
+
+import prefed
+from prefed import distributed
+from tests.problems import tiny_data, tiny_model
+
+RUNS: dict[str, dict[str, Any]] = {
+    "scaffold": {"engine": "sequential", "weighting": "samples", "clients_per_round": 5},
+    "prefed": {"engine": "vectorised", "clients_per_round": None},
+    "prefedsync": {"engine": "vectorised", "clients_per_round": 2},
+    "fedavg": {"engine": "auto", "clients_per_round": 2},
+}
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """The final weights of a few runs; rank 1 may leave in the middle of one."""
+    dies = os.environ.get("DIES") == str(distributed.rank())
+    results = {}
+    for name, options in RUNS.items():
+        settings = prefed.Settings(rounds=4, local_steps=3, batch_size=4, device="cpu", **options)
+        algorithm = prefed.ALGORITHMS.get(name)(client_lr=0.01)
+        simulation = prefed.Simulation(algorithm, tiny_model(), tiny_data(), settings)
+        for _ in range(4):
+            record = simulation.run_round()
+            if dies:
+                os._exit(3)
+        results[name] = simulation.server.weights
+        results[f"{name}.loss"] = torch.tensor(record["train_loss"], dtype=torch.float64)
+    return results
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    distributed.start()
+    found = weights()
+    safetensors.torch.save_file(found, f"{sys.argv[1]}/{distributed.rank()}.safetensors")
+    distributed.stop()
