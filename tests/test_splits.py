@@ -96,7 +96,7 @@ def test_labels_are_needed() -> None:
 
 
 MILLION = """
-import resource, time
+import pathlib, time
 import numpy as np
 from prefed import draws
 from prefed.data import splits
@@ -104,15 +104,21 @@ labels = np.arange(2_000_000) % 10
 many = {"clients": 1_000_000}
 for split, options in (
     (splits.iid, many), (splits.dirichlet, many | {"alpha": 0.5}), (splits.shards, many),
-    (splits.quantity, many | {"alpha": 0.5}), (splits.natural, {"keys": labels // 2}),
+    (splits.quantity, many | {"alpha": 0.5}),
+    (splits.natural, {"keys": np.arange(2_000_000) // 2}),
 ):
-    if split is splits.natural:
-        options = {"keys": np.arange(2_000_000) // 2}
     start = time.process_time()
     parts = split(labels, draws.generator(0, "split"), **options)
     assert len(parts) == 1_000_000 and parts.sizes().min() >= 1
-    assert time.process_time() - start < 10, split
-assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 1e6  # KB
+    seconds = time.process_time() - start
+    print(split.__name__, f"{seconds:.1f} s")
+    assert seconds < 10, split
+# Not ru_maxrss: a new process inherits that from the one that started it.
+status = pathlib.Path("/proc/self/status")
+if status.exists():
+    peak = next(l for l in status.read_text().splitlines() if l.startswith("VmHWM"))
+    print(peak)
+    assert int(peak.split()[1]) < 1_000_000, peak  # KB
 """
 
 
