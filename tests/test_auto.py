@@ -108,7 +108,7 @@ def test_the_command_line_shows_the_choice(tmp_path: Any) -> None:
 
 def test_channels_last_changes_neither_names_nor_order() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
     x, y = torch.randn(12, 3, 4, 4), torch.arange(12) % 2
     data = prefed.FederatedData([(x[:6], y[:6]), (x[6:], y[6:])], test=(x, y))
     task = Task(model, nn.functional.cross_entropy, data, torch.device("cpu"))

@@ -47,6 +47,10 @@ class Task:
         if not isinstance(model, nn.Module):
             raise PrefedError(f"model: should be a torch.nn.Module, not {type(model).__name__}")
         model = copy.deepcopy(model).to(device)
+        if channels_last and device.type == "cpu" and _narrow(model):
+            raise PrefedError(
+                "channels_last: on a CPU it needs convolutions whose channels are multiples of 16"
+            )
         self.channels_last = channels_last or _likes_channels_last(model, device)
         if self.channels_last:
             _lay_out(model, torch.channels_last)
@@ -180,7 +184,14 @@ def _likes_channels_last(model: nn.Module, device: torch.device) -> bool:
     """On a CPU, float32 convolutions are up to 1.5 times faster with the channels last. This is a
     rule, not a measurement: it decides where a weight lies in the flat vector."""
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d)]
-    return device.type == "cpu" and any(w.dtype == torch.float32 for w in weights)
+    single = any(w.dtype == torch.float32 for w in weights)
+    return device.type == "cpu" and single and not _narrow(model)
+
+
+def _narrow(model: nn.Module) -> bool:
+    """Networks with few channels crash torch 2.13 or hang it, channels last, on a CPU."""
+    convolutions = (m for m in model.modules() if isinstance(m, nn.Conv2d))
+    return any(m.out_channels % 16 for m in convolutions)
 
 
 def _generator_states(device: torch.device) -> list[Tensor]:

@@ -9,9 +9,6 @@ import typer
 
 from prefed.cli.options import Changes, Source
 
-DRAWN = 200
-"""More clients than this cannot be told apart in a picture."""
-
 commands = typer.Typer(help="Data sets: list, download, check and look at splits.")
 Root = Annotated[
     str | None, typer.Option("--path", help="data directory; by default $PREFED_DATA or ./data")
@@ -97,7 +94,7 @@ def show(
     import numpy as np
 
     from prefed.config import load
-    from prefed.data.describe import class_counts, draw, heterogeneity, summary
+    from prefed.data.describe import DRAWN, class_counts, draw, heterogeneity, summary
     from prefed.data.federated import Partition
 
     dataset, data = load(config, set).make_data()
@@ -118,6 +115,6 @@ def show(
             f"client's classes and those of all; 0 is iid)"
         )
     if out is not None:
-        draw(None if counts is None else counts[:DRAWN], sizes[:DRAWN], out)
+        draw(dataset, data).savefig(out, dpi=120)
         more = f", the first {DRAWN} clients" if len(sizes) > DRAWN else ""
         print(f"drawn to {out}{more}")

@@ -74,6 +74,10 @@ class Pool:
                 future = self.threads.submit(engine.update, algorithm, server, block[1], kept)
                 running[future] = (block[0], engine)
 
+        # The mean is added up in this thread meanwhile: more threads for it would take the
+        # cores from the workers.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         try:
             for engine in self.engines:
                 start(engine)
@@ -85,3 +89,4 @@ class Pool:
                     start(engine)
         finally:
             wait(running)
+            torch.set_num_threads(threads)

@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import tomli_w
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from prefed import __version__
+from prefed.config import load
+from prefed.data.describe import draw
+from prefed.errors import PrefedError
 from prefed.files import write_whole
 from prefed.report import figures
 from prefed.report.curves import charts
@@ -43,6 +46,9 @@ def write_report(
     heat_map = figures.draw_heat_map(sweep) if sweep else None
     if heat_map is not None:
         written += figures.save(heat_map, folder / "heat-map")
+    split = _split(runs[0])
+    if split is not None:
+        written += figures.save(split, folder / "split")
     page = _template().render(
         title=title,
         version=__version__,
@@ -53,6 +59,7 @@ def write_report(
         charts=shown,
         data=[asdict(chart) for chart in shown],
         heat_map=_image(heat_map),
+        split=_image(split),
         configs=[(g.label, tomli_w.dumps(g.runs[0].config), _commands(g)) for g in groups],
         environment=runs[0].environment,
         command=shlex.join(["prefed", *sys.argv[1:]]),
@@ -78,7 +85,15 @@ def _asset(name: str) -> Markup:
     return Markup(files("prefed.report").joinpath(name).read_text())
 
 
-def _image(figure: Any) -> str | None:
+def _split(run: StoredRun) -> Figure | None:
+    """The picture of the first run's split, if its data are at hand."""
+    try:
+        return draw(*load(run.config).make_data())
+    except PrefedError:
+        return None
+
+
+def _image(figure: Figure | None) -> str | None:
     if figure is None:
         return None
     return "data:image/png;base64," + base64.b64encode(figures.to_bytes(figure, "png")).decode()
