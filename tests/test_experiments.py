@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +96,27 @@ def test_a_diverged_run_is_shown_as_diverged(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "(2/2 diverged)" in done.stdout
     assert "Diverged" in (tmp_path / "c" / "report.html").read_text()
+
+
+def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(tmp_path: Path) -> None:
+    words = ["compare", "digits-noniid", "--set", "rounds=9999", "--seeds", "1", "--out", "c"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "prefed", *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not any((tmp_path / "c").glob("*/rounds.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "the same command with --out c goes on" in err
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
 
 
 def test_sweep_chooses_on_validation_and_tests_once(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def compare(
     names = split_names(algorithms) if algorithms else algorithms_of(config)
     folder = out or new_out("compare", config)
     planned = plan_comparison(config, names, seeds, set, folder)
-    with LiveRuns(len(planned), quiet) as live:
+    with LiveRuns(len(planned), quiet, folder) as live:
         runs = run_all(planned, workers, live.on_event)
     write_report(runs, folder / "report.html", target=target, title=f"{config}: a comparison")
     if not quiet:

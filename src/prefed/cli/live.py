@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,8 +20,8 @@ ROWS = 24
 
 
 class LiveRuns:
-    def __init__(self, total: int, quiet: bool) -> None:
-        self.total, self.quiet, self.done = total, quiet, 0
+    def __init__(self, total: int, quiet: bool, out: Path) -> None:
+        self.total, self.quiet, self.out, self.done = total, quiet, out, 0
         self.current: dict[str, str] = {}
         console = Console(stderr=True)
         self.live = None
@@ -30,9 +33,11 @@ class LiveRuns:
             self.live.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self.live:
             self.live.stop()
+        if kind is KeyboardInterrupt:
+            print(f"stopped; the same command with --out {self.out} goes on", file=sys.stderr)
 
     def on_event(self, planned: Planned, event: dict[str, Any]) -> None:
         if "record" in event:
@@ -52,11 +57,8 @@ class LiveRuns:
         return view
 
 
-def new_out(kind: str, config: str) -> Any:
+def new_out(kind: str, config: str) -> Path:
     """A fresh directory for an experiment without --out."""
-    from datetime import datetime
-    from pathlib import Path
-
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     return Path("runs") / f"{kind}-{Path(config).stem}-{stamp}"
 

@@ -57,7 +57,7 @@ def sweep(
         points = space.random(random) if random else space.grid()
         suggest, total = all_at_once(points), len(points)
     folder = out or new_out("sweep", config)
-    with LiveRuns((total + 1) * seeds, quiet) as live:
+    with LiveRuns((total + 1) * seeds, quiet, folder) as live:
         scored = run_sweep(config, set, suggest, seeds, folder, workers, live.on_event)
         best = scored[0]
         if not math.isfinite(best.score):
