@@ -98,6 +98,16 @@ def test_a_diverged_run_is_shown_as_diverged(tmp_path: Path) -> None:
     assert "Diverged" in (tmp_path / "c" / "report.html").read_text()
 
 
+def test_a_run_that_fails_is_exit_1_with_its_message(tmp_path: Path) -> None:
+    """A model that cannot be built shows only when the run begins."""
+    words = ["compare", "digits-noniid", "--algorithms", "fedavg", "--seeds", "1", *SHORT_WORDS]
+    done = prefed_command(*words, "--set", "model=cnn", "--set", "model.channels=[8,8,8,8]",
+                          "--out", "f", cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "error: fedavg seed 0: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(tmp_path: Path) -> None:
     words = ["compare", "digits-noniid", "--set", "rounds=9999", "--seeds", "1", "--out", "c"]
     process = subprocess.Popen(

@@ -30,6 +30,10 @@ class Interrupted(RuntimeError):
     """The run was asked to stop, and can be resumed."""
 
 
+class RunFailed(RuntimeError):
+    """A run of an experiment ended for another reason than divergence."""
+
+
 class CannotWrite(RuntimeError):
     """The disk is full or read-only. What had been written before is intact."""
 

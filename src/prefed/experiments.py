@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prefed.config import Config, load
-from prefed.errors import PrefedError
+from prefed.errors import PrefedError, RunFailed
 from prefed.jobs import Job, run_jobs
 from prefed.results import StoredRun, load_run
 from prefed.runs import diff, read_config
@@ -65,7 +65,7 @@ def run_all(
             failures.append(f"{plan.title}: {event['failed']}")
         on_event(plan, {"end": "finished" if "done" in event else next(iter(event))})
     if failures:
-        raise PrefedError("\n".join(failures))
+        raise RunFailed("\n".join(failures))
     return [load_run(plan.folder) for plan in planned]
 
 

@@ -21,7 +21,7 @@ for module in (run, compare, sweep, report, show, data, bench):
 
 def main() -> None:
     """Exit codes: 0 done, 2 bad usage or config, 1 a run that failed, 130 interrupted."""
-    from prefed.errors import CannotWrite, Diverged, Interrupted, PrefedError, RankLost
+    from prefed.errors import CannotWrite, Diverged, Interrupted, PrefedError, RankLost, RunFailed
 
     try:
         app()
@@ -29,7 +29,7 @@ def main() -> None:
         code, text = 2, "\n".join(f"error: {line}" for line in str(error).splitlines())
     except Diverged as error:
         code, text = 1, f"diverged: {error}"
-    except (CannotWrite, RankLost) as error:
+    except (CannotWrite, RankLost, RunFailed) as error:
         code, text = 1, f"error: {error}"
     except Interrupted as error:
         code, text = 130, f"{error}; go on with --resume"

@@ -19,7 +19,7 @@ def compare(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="runs per algorithm, with seeds 0, 1, ...")] = 3,
     target: Annotated[float, typer.Option(min=0, max=1, help="accuracy to count rounds to")] = 0.9,
-    set: Changes = [],  # noqa: B006
+    set: Changes = [],
     out: Out = None,
     workers: Workers = None,
     quiet: Quiet = False,

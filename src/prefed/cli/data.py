@@ -85,7 +85,7 @@ def check(folder: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
 @commands.command()
 def show(
     config: Source,
-    set: Changes = [],  # noqa: B006
+    set: Changes = [],
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="draw it, as .png or .svg")
     ] = None,

@@ -27,32 +27,34 @@ def describe(record: dict[str, Any]) -> str:
     return text if accuracy is None else f"{text}  accuracy {accuracy:.1%}"
 
 
-class Bar:
-    """A bar on a terminal. Elsewhere `advance` prints its plain text, if it has one."""
+class RoundBar(Callback):
+    """The rounds of one run: a bar on a terminal, a plain line for each elsewhere."""
 
-    def __init__(self, total: int, unit: str, quiet: bool) -> None:
-        self.quiet = quiet
+    def __init__(self, rounds: int, quiet: bool) -> None:
+        self.rounds, self.quiet, self._seen = rounds, quiet, 0
         console = Console(stderr=True)
         self._progress = None
         if console.is_terminal and not quiet:
             self._progress = Progress(
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn(unit + "  {task.description}", markup=False),
+                TextColumn("rounds  {task.description}", markup=False),
                 TimeElapsedColumn(),
                 TextColumn("left"),
                 TimeRemainingColumn(),
                 console=console,
             )
-            self._task = self._progress.add_task("", total=total)
+            self._task = self._progress.add_task("", total=rounds)
 
-    def advance(self, text: str, plain: str | None, by: int = 1) -> None:
+    def on_round(self, record: dict[str, Any]) -> None:
+        text = describe(record)
+        by, self._seen = record["round"] - self._seen, record["round"]
         if self._progress is not None:
             self._progress.update(self._task, advance=by, description=text)
-        elif plain is not None and not self.quiet:
-            print(plain, flush=True)
+        elif not self.quiet:
+            print(f"round {record['round']}/{self.rounds}  {text}", flush=True)
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> RoundBar:
         if self._progress is not None:
             self._progress.start()
         return self
@@ -60,22 +62,6 @@ class Bar:
     def __exit__(self, *error: object) -> None:
         if self._progress is not None:
             self._progress.stop()
-
-
-class RoundBar(Bar, Callback):
-    """The rounds of one run."""
-
-    def __init__(self, rounds: int, quiet: bool) -> None:
-        super().__init__(rounds, "rounds", quiet)
-        self.rounds, self._seen = rounds, 0
-
-    def describe(self, record: dict[str, Any]) -> str:
-        return describe(record)
-
-    def on_round(self, record: dict[str, Any]) -> None:
-        text = describe(record)
-        by, self._seen = record["round"] - self._seen, record["round"]
-        self.advance(text, f"round {record['round']}/{self.rounds}  {text}", by)
 
 
 class JsonLines(RoundBar):

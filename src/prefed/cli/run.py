@@ -15,14 +15,14 @@ def add_to(app: typer.Typer) -> None:
 
 def run(
     config: Source,
-    set: Changes = [],  # noqa: B006
+    set: Changes = [],
     out: Out = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --out")] = False,
     quiet: Quiet = False,
     json: Annotated[bool, typer.Option("--json", help="print each round as a JSON line")] = False,
     track: Annotated[
         list[str], typer.Option(help="tensorboard, mlflow or wandb; may be given more than once")
-    ] = [],  # noqa: B006
+    ] = [],
 ) -> None:
     """Run one config or preset and write it to a directory.
 
@@ -35,6 +35,7 @@ def run(
     from prefed.cli.progress import (
         JsonLines,
         RoundBar,
+        describe,
         show_log_plainly,
         show_warnings_plainly,
     )
@@ -63,7 +64,7 @@ def run(
         )
     if not (quiet or json):
         up = sum(record["bytes_up"] for record in result.history) / 1e6
-        print(f"{loaded.algorithm.name}: {progress.describe(result.history[-1])}, {up:.1f} MB up")
+        print(f"{loaded.algorithm.name}: {describe(result.history[-1])}, {up:.1f} MB up")
         print(f"written to {folder}")
     distributed.stop()
 

@@ -60,7 +60,7 @@ def cat(
         raise PrefedError(f"nothing is called {name!r}{did_you_mean(name, known)}")
 
 
-def validate(config: Source, set: Changes = []) -> None:  # noqa: B006
+def validate(config: Source, set: Changes = []) -> None:
     """Check a config and print every error in it at once."""
     from prefed.config import load
 

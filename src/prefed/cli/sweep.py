@@ -16,15 +16,15 @@ def sweep(
     config: Source,
     grid: Annotated[
         list[str], typer.Option(metavar="KEY=A,B,C", help="values to try; once per key")
-    ] = [],  # noqa: B006
+    ] = [],
     range: Annotated[
         list[str],
         typer.Option(metavar="KEY=LOW:HIGH", help="a range to draw from on a log scale"),
-    ] = [],  # noqa: B006
+    ] = [],
     random: Annotated[int | None, typer.Option(min=1, help="draw so many points")] = None,
     optuna: Annotated[int | None, typer.Option(min=1, help="so many points by Optuna")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="runs per point")] = 1,
-    set: Changes = [],  # noqa: B006
+    set: Changes = [],
     out: Out = None,
     workers: Workers = None,
     quiet: Quiet = False,
@@ -40,6 +40,7 @@ def sweep(
     from rich.console import Console
 
     from prefed.cli.live import LiveRuns, new_out
+    from prefed.cli.tables import points
     from prefed.errors import PrefedError
     from prefed.report import write_report
     from prefed.summary import Group
@@ -54,8 +55,8 @@ def sweep(
         suggest = Optuna(space, optuna, workers or os.cpu_count() or 1)
         total = optuna
     else:
-        points = space.random(random) if random else space.grid()
-        suggest, total = all_at_once(points), len(points)
+        tried = space.random(random) if random else space.grid()
+        suggest, total = all_at_once(tried), len(tried)
     folder = out or new_out("sweep", config)
     with LiveRuns((total + 1) * seeds, quiet, folder) as live:
         scored = run_sweep(config, set, suggest, seeds, folder, workers, live.on_event)
@@ -67,7 +68,7 @@ def sweep(
     write_report(everything, folder / "report.html", title=f"{config}: a sweep", sweep=scored)
     if quiet:
         return
-    Console().print(_table(scored))
+    Console().print(points(scored))
     chosen = " ".join(f"--set {key}={value}" for key, value in best.point.items())
     accuracy = Group("best", tested).mean()
     print(f"best on the validation split: {chosen}")
@@ -98,16 +99,3 @@ def _range(text: str) -> tuple[str, tuple[float, float]]:
     if not key or not 0 < low < high:
         raise PrefedError(f"--range {text}: should have the form key=low:high with 0 < low < high")
     return key.strip(), (low, high)
-
-
-def _table(scored: list) -> object:  # type: ignore[type-arg]
-    from rich.table import Table
-
-    view = Table(*scored[0].point)
-    view.add_column("validation accuracy %", justify="right")
-    for s in scored[:20]:
-        value = "diverged" if s.score == -math.inf else f"{100 * s.score:.1f}"
-        view.add_row(*s.point.values(), value)
-    if len(scored) > 20:
-        view.caption = f"and {len(scored) - 20} more points"
-    return view

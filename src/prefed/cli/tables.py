@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from rich import box
 from rich.table import Table
 
 from prefed.summary import HEADINGS, Group
+from prefed.sweep import Scored
 
 
 def ranking(groups: list[Group], target: float) -> Table:
@@ -16,4 +19,16 @@ def ranking(groups: list[Group], target: float) -> Table:
         view.add_column(heading.format(target=f"{target:.0%}"), justify="right", no_wrap=True)
     for group in groups:
         view.add_row(group.label, *group.cells(target))
+    return view
+
+
+def points(scored: list[Scored], most: int = 20) -> Table:
+    """The points of a sweep, best first."""
+    view = Table(*scored[0].point)
+    view.add_column("validation accuracy %", justify="right")
+    for s in scored[:most]:
+        value = "diverged" if s.score == -math.inf else f"{100 * s.score:.1f}"
+        view.add_row(*s.point.values(), value)
+    if len(scored) > most:
+        view.caption = f"and {len(scored) - most} more points"
     return view
