@@ -4,14 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv demo test check format bench faults clean
+.PHONY: help venv demo test check format bench bench-peers faults clean
 
 help:
 	@echo "make demo    compare seven algorithms on 8x8 digits (about a minute after set-up)"
 	@echo "make test    run the tests"
 	@echo "make check   ruff and mypy --strict"
 	@echo "make faults  kill -9 at 1000 random moments, resume each"
-	@echo "make bench   the cost of a PreFed step against torch's fused Adam"
+	@echo "make bench   this machine: a PreFed step against torch's Adam, rounds against bare loops,"
+	@echo "             a thousand to a million clients, two ranks against one"
+	@echo "make bench-peers  prefed against pfl, Flower and fedjax, each in an environment of its own"
 
 venv: $(READY)
 
@@ -38,6 +40,12 @@ format: venv
 
 bench: venv
 	$(BIN)/python bench/step.py
+	$(BIN)/prefed bench
+	$(BIN)/python bench/scale.py
+	$(BIN)/python bench/ranks.py
+
+bench-peers: venv
+	$(BIN)/python bench/peers/run.py
 
 faults: venv
 	$(BIN)/python tests/faults/kill.py --trials 1000

@@ -2,12 +2,14 @@
 
     python bench/step.py
 
-Both run in turn in one process, so that a slow moment of the machine hits both; the medians and
-their ratio are printed. The plain lines of the rule, with and without blocks, stand beside them.
+All run in turn in one process, so that a slow moment of the machine hits all; the medians and
+their ratios are printed. The plain lines of the rule stand beside: with and without blocks, and,
+where there is a compiler, compiled as engine = "compiled" does it.
 """
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -35,6 +37,20 @@ def stepper(rule: Rule) -> Callable[[], None]:
             rule.advance(w, g, state, 1e-3, k)
         rule.finish(w, state, 1e-3, LOCAL_STEPS)
 
+    return round_of_steps
+
+
+def compiled(rule: Rule) -> Callable[[], None]:
+    """A round of local steps as the compiled engine runs them."""
+    step = torch.compile(rule.step)
+    w, g = torch.randn(D), torch.randn(D)
+    state = {name: field.new(w) for name, field in rule.fields(Layout.of([("w", w)])).items()}
+
+    def round_of_steps() -> None:
+        for k in range(LOCAL_STEPS):
+            step(w, g, state, 1e-3, k)
+
+    round_of_steps()
     return round_of_steps
 
 
@@ -68,6 +84,8 @@ def main() -> None:
         "PreFed's rule, plain lines": unblocked(stepper(rule)),
         "SGD": stepper(SGD()),
     }
+    if shutil.which("g++"):
+        candidates["PreFed's rule, compiled"] = compiled(rule)
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(PASSES):
         for name, run in candidates.items():

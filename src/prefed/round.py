@@ -8,6 +8,7 @@ Engines decide where and for how many clients at a time local_update runs.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +19,7 @@ from torch import Tensor
 from prefed.algorithms import Algorithm
 from prefed.errors import PrefedError
 from prefed.layout import Layout
-from prefed.rules import Field
+from prefed.rules import Field, Rule
 from prefed.rules.base import State
 from prefed.schedule import at
 from prefed.sharing import Policy, reset
@@ -71,28 +72,53 @@ class Update:
     """Of each client (C): the mean over its steps."""
 
 
-class Block(Protocol):
-    """Some clients of the cohort, as an engine holds them while they train."""
+class Position(Protocol):
+    """Where some clients stand: all that a local step needs to know."""
 
-    clients: Sequence[int]
-    layout: Layout
     weights: Tensor
     """(C, d)"""
     gradient: Tensor
     """(C, d)"""
 
+    def cohort_mean(self, rows: Tensor) -> Tensor:
+        """The weighted mean of (C, d) over the whole cohort, for rules in lockstep."""
+
+
+class Block(ABC):
+    """Some clients of the cohort, as an engine holds them while they train: a Position, and how
+    to get to the next one."""
+
+    clients: Sequence[int]
+    layout: Layout
+    weights: Tensor
+    gradient: Tensor
+
+    @abstractmethod
     def differentiate(self, k: int) -> Tensor:
         """Fill `gradient` from the batches of step k; the losses (C)."""
 
+    @abstractmethod
     def state(self, name: str, field: Field) -> Tensor:
         """Room for a field (C, ...), with any content."""
 
+    @abstractmethod
     def read_buffers(self) -> Tensor: ...
 
+    @abstractmethod
     def write_buffers(self, buffers: Tensor) -> None: ...
 
-    def cohort_mean(self, rows: Tensor) -> Tensor:
-        """The weighted mean of (C, d) over the whole cohort, for rules in lockstep."""
+    @abstractmethod
+    def cohort_mean(self, rows: Tensor) -> Tensor: ...
+
+    def rule(self, algorithm: Algorithm) -> Rule:
+        """The client rule, in the arithmetic that suits the engine."""
+        return algorithm.client_rule().fast(self.weights)
+
+    def step(self, algorithm: Algorithm, rule: Rule, state: State, lr: float, k: int) -> Tensor:
+        """Local step k, in place; the losses (C)."""
+        losses = self.differentiate(k)
+        descend(algorithm, rule, self, state, lr, k)
+        return losses
 
 
 def policy(algorithm: Algorithm, field: str) -> Policy:
@@ -103,9 +129,9 @@ def local_update(
     algorithm: Algorithm, server: Server, block: Block, kept: Kept, steps: int
 ) -> Update:
     """K local steps from the server's state, on each client of the block."""
-    w, g = block.weights, block.gradient
+    w = block.weights
     lr = at(algorithm.client_lr, server.round)
-    rule = algorithm.client_rule().fast(w)
+    rule = block.rule(algorithm)
     fields = rule.fields(block.layout)
 
     w.copy_(server.weights)
@@ -127,15 +153,7 @@ def local_update(
     losses = w.new_zeros(len(block.clients))
     rule.begin(w, state)
     for k in range(steps):
-        losses += block.differentiate(k)
-        if algorithm.clip_norm is not None:
-            norm = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
-            g.mul_((algorithm.clip_norm / norm).clamp_(max=1))
-        if algorithm.weight_decay:
-            g.add_(w, alpha=algorithm.weight_decay)
-        if rule.lockstep:
-            state["mean"] = block.cohort_mean(g)
-        rule.advance(w, g, state, lr, k)
+        losses += block.step(algorithm, rule, state, lr, k)
     rule.finish(w, state, lr, steps)
 
     w.sub_(server.weights)
@@ -145,6 +163,21 @@ def local_update(
         kept={n: state[n] for n in fields if policy(algorithm, n).kind == "keep"},
         losses=losses / steps,
     )
+
+
+def descend(
+    algorithm: Algorithm, rule: Rule, place: Position, state: State, lr: float, k: int
+) -> None:
+    """One step of the client rule with the gradient of that position."""
+    w, g = place.weights, place.gradient
+    if algorithm.clip_norm is not None:
+        norm = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
+        g.mul_((algorithm.clip_norm / norm).clamp_(max=1))
+    if algorithm.weight_decay:
+        g.add_(w, alpha=algorithm.weight_decay)
+    if rule.lockstep:
+        state["mean"] = place.cohort_mean(g)
+    rule.advance(w, g, state, lr, k)
 
 
 def server_update(

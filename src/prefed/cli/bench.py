@@ -14,7 +14,7 @@ def bench(
         list[str] | None, typer.Argument(help="W1, W2, W3, a config or a preset; default: W1 to W3")
     ] = None,
     passes: Annotated[int, typer.Option(min=1, help="rounds of each, interleaved")] = 5,
-    engine: Annotated[str, typer.Option(help="sequential, vectorised or auto")] = "auto",
+    engine: Annotated[str, typer.Option(help="sequential, vectorised, compiled or auto")] = "auto",
     workers: Annotated[int, typer.Option(min=1, help="threads")] = 1,
 ) -> None:
     """Measure prefed against bare PyTorch loops on this machine, as ratios."""

@@ -25,9 +25,12 @@ class Samples:
     def __len__(self) -> int:
         return len(self.x) if self.index is None else len(self.index)
 
+    def numbers(self, index: Tensor) -> Tensor:
+        """Where in x and y the samples lie that `index` names."""
+        return index if self.index is None else self.index[index]
+
     def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        if self.index is not None:
-            index = self.index[index]
+        index = self.numbers(index)
         return self.x[index], self.y[index]
 
     def all(self) -> tuple[Tensor, Tensor]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from prefed.batches import Batches
+from prefed.batches import Batches, sample_numbers
 from prefed.data import FederatedData
 from prefed.settings import Settings
 
@@ -22,17 +22,19 @@ class Group:
     x: Tensor
     """(n, all samples of the round, ...)"""
     y: Tensor
-    batches: list[Batches]
-    """Of each client. Empty if every step uses all of x and y."""
+    size: int | None = None
+    """Samples in a batch; None if every step uses all of x and y."""
+    batches: list[Batches] = field(default_factory=list)
+    """Of each client, if they are augmented: each in its own way."""
 
     def batch(self, k: int) -> tuple[Tensor, Tensor]:
         """x and y of step k, (n, batch, ...)."""
-        if not self.batches:
-            return self.x, self.y
-        if self.batches[0].augment is not None:
+        if self.batches:
             pairs = [batches[k] for batches in self.batches]
             return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
-        part = self.batches[0].part(k)
+        if self.size is None:
+            return self.x, self.y
+        part = slice(k * self.size, (k + 1) * self.size)
         return self.x[:, part], self.y[:, part]
 
 
@@ -46,9 +48,13 @@ def gather(
 ) -> list[Group]:
     """Groups of at most so many clients. With drawn batches all clients are alike; with full
     batches those of one size are grouped, since a loss cannot be told to leave padding out."""
+    if settings.batch_size is not None and data.augment is None:
+        return [
+            _drawn(data, clients, slice(start, start + most), round, settings, device)
+            for start in range(0, len(clients), most)
+        ]
     augment = data.augment
     batches = [Batches(data.client(c), c, round, settings, augment, device) for c in clients]
-    whole = settings.batch_size is None and augment is None
     alike: dict[tuple[torch.Size, torch.Size], list[int]] = {}
     for row, b in enumerate(batches):
         alike.setdefault((b.x.shape, b.y.shape), []).append(row)
@@ -58,8 +64,33 @@ def gather(
             part = members[start : start + most]
             x = torch.stack([batches[row].x for row in part])
             y = torch.stack([batches[row].y for row in part])
-            groups.append(Group(_rows(part), x, y, [] if whole else [batches[r] for r in part]))
+            own = [batches[r] for r in part] if augment else []
+            groups.append(Group(_rows(part), x, y, settings.batch_size, own))
     return groups
+
+
+def _drawn(
+    data: FederatedData,
+    clients: Sequence[int],
+    rows: slice,
+    round: int,
+    settings: Settings,
+    device: torch.device,
+) -> Group:
+    """All batches of a group at once: one gather if its clients are parts of one data set."""
+    samples = [data.client(c) for c in clients[rows]]
+    numbers = [
+        s.numbers(sample_numbers(settings, round, c, len(s)).view(-1))
+        for s, c in zip(samples, clients[rows], strict=True)
+    ]
+    first = samples[0]
+    if all(s.x is first.x and s.y is first.y for s in samples):
+        index = torch.stack(numbers)
+        x, y = first.x[index], first.y[index]
+    else:
+        x = torch.stack([s.x[n] for s, n in zip(samples, numbers, strict=True)])
+        y = torch.stack([s.y[n] for s, n in zip(samples, numbers, strict=True)])
+    return Group(rows, x.to(device), y.to(device), settings.batch_size)
 
 
 def _rows(members: list[int]) -> slice | Tensor:

@@ -11,7 +11,7 @@ from prefed.algorithms import Algorithm
 from prefed.batches import Batches
 from prefed.data import FederatedData
 from prefed.engines.base import ENGINES
-from prefed.round import Kept, Server, Update, local_update
+from prefed.round import Block, Kept, Server, Update, local_update
 from prefed.rules import Field
 from prefed.settings import Settings
 from prefed.task import Task
@@ -34,7 +34,7 @@ class Sequential:
         return local_update(algorithm, server, block, kept, self.settings.local_steps)
 
 
-class _Block:
+class _Block(Block):
     """One client whose weights are the model's own; or, in lockstep, the rows of a cohort, which
     take turns in the model."""
 

@@ -23,7 +23,7 @@ from prefed.engines.gather import Group, gather
 from prefed.engines.losses import losses_of
 from prefed.engines.sequential import Sequential
 from prefed.layout import Layout
-from prefed.round import Kept, Server, Update, local_update
+from prefed.round import Block, Kept, Server, Update, local_update
 from prefed.rules import Field
 from prefed.settings import Settings
 from prefed.task import Task
@@ -38,18 +38,21 @@ SMALLEST = 8
 """Clients in a block below which cutting costs more than sharing brings."""
 
 
-@ENGINES.register("vectorised")
-def vectorised(task: Task, data: FederatedData, settings: Settings) -> Engine:
-    """The vectorised engine, or the sequential one for models that vmap cannot run."""
-    engine = Vectorised(task, data, settings)
+def or_sequential(engine: Vectorised) -> Engine:
+    """The engine, or the sequential one for models that vmap cannot run."""
     if (reason := engine.problem()) is None:
         return engine
     warnings.warn(
         f"the model cannot be vectorised ({reason}); clients train one after another",
         EngineWarning,
-        stacklevel=2,
+        stacklevel=3,
     )
-    return Sequential(task, data, settings)
+    return Sequential(engine.task, engine.data, engine.settings)
+
+
+@ENGINES.register("vectorised")
+def vectorised(task: Task, data: FederatedData, settings: Settings) -> Engine:
+    return or_sequential(Vectorised(task, data, settings))
 
 
 class Vectorised:
@@ -79,7 +82,7 @@ class Vectorised:
         groups = gather(
             self.data, clients, server.round, self.settings, self.most, self.task.device
         )
-        block = _Block(self, clients, groups, seeds)
+        block = self.rows_of(clients, groups, seeds)
         return local_update(algorithm, server, block, kept, self.settings.local_steps)
 
     def problem(self) -> str | None:
@@ -96,8 +99,8 @@ class Vectorised:
             task.gradient(x, y, seed=0)
             expected = torch.cat([flat.gradient, flat.read_buffers()])
             flat.write_buffers(buffers)
-            pair = Group(slice(0, 2), torch.stack([x, x]), torch.stack([y, y]), [])
-            block = _Block(self, [0, 0], [pair], [0, 0])
+            pair = Group(slice(0, 2), torch.stack([x, x]), torch.stack([y, y]))
+            block = self.rows_of([0, 0], [pair], [0, 0])
             block.weights.copy_(flat.weights)
             block.write_buffers(buffers)
             block.differentiate(0)
@@ -111,7 +114,10 @@ class Vectorised:
         tolerance = 1e-8 if found.dtype == torch.float64 else 1e-2
         return None if off <= tolerance * scale else "vmap gives other gradients than autograd"
 
-    def rows(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def rows_of(self, clients: Sequence[int], groups: list[Group], seeds: list[int]) -> Rows:
+        return Rows(self, clients, groups, seeds)
+
+    def room_for(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Room for (C, ...) with any content, kept from block to block and round to round."""
         key = (name, shape[0])
         if key not in self.room:
@@ -119,7 +125,7 @@ class Vectorised:
         return self.room[key]
 
 
-class _Block:
+class Rows(Block):
     def __init__(
         self, engine: Vectorised, clients: Sequence[int], groups: list[Group], seeds: list[int]
     ) -> None:
@@ -127,8 +133,8 @@ class _Block:
         flat = engine.task.flat
         self.layout = flat.layout
         shape = (len(clients), self.layout.size)
-        self.weights = engine.rows("weights", shape)
-        self.gradient = engine.rows("gradient", shape)
+        self.weights = engine.room_for("weights", shape)
+        self.gradient = engine.room_for("gradient", shape)
         self.parameters = _views(self.layout, self.weights)
         self.gradients = _views(self.layout, self.gradient)
         self.buffers = {
@@ -136,9 +142,12 @@ class _Block:
             for name, buffer in flat.module.named_buffers()
         }
 
+    def keys(self, k: int) -> Tensor:
+        """Of dropout in step k."""
+        return keys([seed + k for seed in self.seeds], self.engine.task.device)
+
     def differentiate(self, k: int) -> Tensor:
-        task = self.engine.task
-        key = keys([seed + k for seed in self.seeds], task.device)
+        task, key = self.engine.task, self.keys(k)
         losses = self.weights.new_empty(len(self.clients))
         for group in self.groups:
             rows, (x, y) = group.rows, group.batch(k)
@@ -156,7 +165,7 @@ class _Block:
         return losses
 
     def state(self, name: str, field: Field) -> Tensor:
-        return self.engine.rows(f"state.{name}", (len(self.clients), *field.shape))
+        return self.engine.room_for(f"state.{name}", (len(self.clients), *field.shape))
 
     def read_buffers(self) -> Tensor:
         if not self.buffers:
@@ -170,10 +179,15 @@ class _Block:
         for name, buffer in flat.module.named_buffers():
             self.buffers[name].copy_(buffer)
 
-    def cohort_mean(self, rows: Tensor) -> Tensor:
+    @cached_property
+    def shares(self) -> Tensor:
+        """The weight of each client in the mean over the block."""
         sizes = [len(self.engine.data.client(c)) for c in self.clients]
         shares = self.weights.new_tensor([self.engine.settings.weight(n) for n in sizes])
-        return (shares / shares.sum()) @ rows
+        return shares / shares.sum()
+
+    def cohort_mean(self, rows: Tensor) -> Tensor:
+        return self.shares @ rows
 
 
 def _views(layout: Layout, rows: Tensor) -> dict[str, Tensor]:

@@ -1,0 +1,64 @@
+"""Two ranks of torchrun against one, each with one thread, on W2 and W3.
+
+    python bench/ranks.py
+
+The two kinds of run take turns. Printed are the medians of their rounds, the speed-up, and whether
+the final weights have the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+
+from prefed import FedAvg, distributed
+from prefed.bench.measure import simulation
+from prefed.bench.workloads import WORKLOADS
+
+ROUNDS, PASSES = 6, 3
+
+
+def rank(name: str) -> None:
+    torch.set_num_threads(1)
+    distributed.start()
+    run = simulation(WORKLOADS[name](), FedAvg(client_lr=0.05), "sequential", 1)
+    run.run_round()
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        run.run_round()
+        times.append(time.perf_counter() - start)
+    if distributed.rank() == 0:
+        bits = hashlib.sha256(run.server.weights.numpy().tobytes()).hexdigest()
+        print(json.dumps({"seconds": times, "bits": bits}))
+    distributed.stop()
+
+
+def main() -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    for name in ("W2", "W3"):
+        times: dict[int, list[float]] = {1: [], 2: []}
+        bits = set()
+        for _ in range(PASSES):
+            for ranks, found in times.items():
+                command = [*launch, f"--nproc-per-node={ranks}", __file__, name]
+                line = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
+                report = json.loads(line)
+                found += report["seconds"]
+                bits.add(report["bits"])
+        one, two = (statistics.median(times[ranks]) for ranks in (1, 2))
+        print(
+            f"{name}: 1 rank {one:.3f} s a round, 2 ranks {two:.3f} s: {one / two:.2f} times as "
+            f"fast; {'the same bits' if len(bits) == 1 else 'OTHER BITS'}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    rank(sys.argv[1]) if len(sys.argv) > 1 else main()

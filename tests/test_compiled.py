@@ -1,0 +1,68 @@
+"""The compiled engine against the sequential one. Compiling takes seconds, so a few cases stand
+for all: a rule without state, one with state that is kept, and one in lockstep."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+import prefed
+from prefed.engines.compiled import cut, join
+from prefed.layout import Layout
+from tests.test_engines import Net, batchnorm, chain, run, same
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.skipif(
+        not any(map(shutil.which, ("g++", "clang++"))), reason="there is no C++ compiler"
+    ),
+]
+
+
+@pytest.mark.parametrize("name", ["fedavg", "prefedsync"])
+def test_compiled_equals_sequential_in_float64(name: str) -> None:
+    same(run(name, chain(), "sequential"), run(name, chain(), "compiled"), 1e-9)
+
+
+def test_compiled_with_convolutions_threads_schedule_and_clipping() -> None:
+    rate = prefed.schedule.step(0.05, decay=0.5, every=2)
+    algorithm = prefed.PreFed(client_lr=rate, momentum="keep", clip_norm=0.5, weight_decay=0.01)
+    results = [
+        prefed.simulate(
+            algorithm, Net().double(), prefed.FederatedData(DATA, test=DATA[0]), rounds=6,
+            local_steps=3, batch_size=4, engine=engine, workers=workers, device="cpu",
+        )
+        for engine, workers in [("sequential", 1), ("compiled", 2)]
+    ]  # fmt: skip
+    same(results[0], results[1], 1e-9)
+
+
+def test_what_is_not_compiled_runs_as_vectorised() -> None:
+    same(
+        run("fedavg", batchnorm(), "vectorised"), run("fedavg", batchnorm(), "compiled"), 0.0
+    )  # fmt: skip
+
+
+def test_without_a_compiler_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(prefed.PrefedError, match="needs a C\\+\\+ compiler"):
+        run("fedavg", chain(), "compiled")
+
+
+def test_cut_and_join_are_inverse_and_keep_channels_last() -> None:
+    conv = torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+    layout = Layout.of([("conv", conv), ("bias", torch.randn(4)), ("scale", torch.randn(()))])
+    rows = torch.randn(2, layout.size)
+    named = cut(layout, rows)
+    for row in range(2):
+        for name, view in layout.views(rows[row].clone()).items():
+            assert torch.equal(named[name][row], view)
+    assert torch.equal(join(layout, named), rows)
+
+
+DATA = [
+    (torch.randn(n, 5, generator=torch.Generator().manual_seed(n)).double(), torch.arange(n) % 3)
+    for n in (6, 9, 12, 7)
+]
