@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv demo test check format bench bench-peers faults clean
+.PHONY: help venv demo test check format docs bench bench-peers faults clean
 
 help:
 	@echo "make demo    compare seven algorithms on 8x8 digits (about a minute after set-up)"
 	@echo "make test    run the tests"
 	@echo "make check   ruff and mypy --strict"
+	@echo "make docs    the documentation site, into build/docs"
 	@echo "make faults  kill -9 at 1000 random moments, resume each"
 	@echo "make bench   this machine: a PreFed step against torch's Adam, rounds against bare loops,"
 	@echo "             a thousand to a million clients, two ranks against one"
@@ -20,7 +21,7 @@ venv: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "prefed needs Python 3.11 or newer; try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,docs]"
 	@touch $(READY)
 
 demo: venv
@@ -37,6 +38,9 @@ check: venv
 format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: venv
+	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
 
 bench: venv
 	$(BIN)/python bench/step.py
