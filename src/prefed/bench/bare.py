@@ -49,6 +49,18 @@ class Client:
         return total
 
 
+class Alone:
+    """One client after another, each with all cores."""
+
+    def __init__(self, work: Workload) -> None:
+        self.work, self.client = work, Client(work)
+        self.weights = self.client.flat.weights.clone()
+
+    def round(self) -> None:
+        cohort = _cohort(self.work)
+        self.weights = self.client.train(self.weights, cohort) / len(cohort)
+
+
 class Threads:
     def __init__(self, work: Workload, threads: int) -> None:
         self.work, self.clients = work, [Client(work) for _ in range(threads)]

@@ -13,7 +13,7 @@ import torch
 from prefed.algorithms import Algorithm
 from prefed.algorithms.fedavg import FedAvg
 from prefed.algorithms.prefed import PreFed
-from prefed.bench.bare import LR, Processes, Threads
+from prefed.bench.bare import LR, Alone, Processes, Threads
 from prefed.bench.workloads import WORKLOADS, Workload
 from prefed.config import Config
 from prefed.settings import Settings
@@ -47,6 +47,7 @@ def bench(name: str, passes: int, engine: str, workers: int) -> Iterator[str]:
         prefed = simulation(work, PreFed(), engine, workers)
         fedavg.run_round(), prefed.run_round()
         rounds: dict[str, Round] = {
+            "bare loop, all cores on a client": Alone(work).round,
             f"bare loop, {cores} threads": threads.round,
             f"bare loop, {cores} processes": others.round,
             f"prefed FedAvg ({fedavg.choice})": fedavg.run_round,

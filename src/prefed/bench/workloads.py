@@ -43,7 +43,12 @@ def w3() -> Workload:
     return Workload(title, ResNet18, data, 4, 5, 32)
 
 
-WORKLOADS: dict[str, Callable[[], Workload]] = {"W1": w1, "W2": w2, "W3": w3}
+def w4() -> Workload:
+    title = "W4: 2 of 20 clients, ResNet-18 at full width, GroupNorm, K=3, batch 32"
+    return Workload(title, lambda: ResNet18(64), w3().data, 2, 3, 32)
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {"W1": w1, "W2": w2, "W3": w3, "W4": w4}
 
 
 def _random_data(clients: int, each: int, shape: tuple[int, ...], classes: int) -> FederatedData:

@@ -11,7 +11,7 @@ def add_to(app: typer.Typer) -> None:
 
 def bench(
     what: Annotated[
-        list[str] | None, typer.Argument(help="W1, W2, W3, a config or a preset; default: W1 to W3")
+        list[str] | None, typer.Argument(help="W1 to W4, a config or a preset; default: W1 to W4")
     ] = None,
     passes: Annotated[int, typer.Option(min=1, help="rounds of each, interleaved")] = 5,
     engine: Annotated[str, typer.Option(help="sequential, vectorised, compiled or auto")] = "auto",
