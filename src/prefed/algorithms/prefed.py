@@ -7,7 +7,7 @@ from torch import Tensor
 
 from prefed.algorithms.base import ALGORITHMS, Algorithm
 from prefed.algorithms.fedavg import Fraction
-from prefed.codecs import CodecName
+from prefed.codecs import CodecName, codec
 from prefed.rules import Covariance, FullCovariance, Rule
 from prefed.rules.base import State
 from prefed.rules.covariance import Accumulate
@@ -55,6 +55,8 @@ class PreFed(Algorithm):
     def _fits(self) -> PreFed:
         if self.shape == "full" and (self.momentum == "derived" or self.aggregate == "sqrtP"):
             raise ValueError('momentum="derived" and aggregate="sqrtP" need shape="diagonal"')
+        if not codec(self.m_codec).signed:
+            raise ValueError(f"m_codec={self.m_codec}: m has both signs; take int8 or bfloat16")
         return self
 
     def client_rule(self) -> Rule:

@@ -27,6 +27,8 @@ Noise = Callable[[int], Tensor]
 TINY = torch.finfo(torch.float32).tiny
 """The smallest normal float32. Scales are not smaller."""
 HUGE = torch.finfo(torch.float32).max
+PIECE, ALIGNED = 1 << 18, 512
+"""Numbers in a piece of a vector, and what its length is a multiple of, as all blocks divide it."""
 
 
 class Codec(ABC):
@@ -58,6 +60,57 @@ class Codec(ABC):
         """The exact length of one client's message."""
         form = self.form(layout, like)
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in form.values())
+
+
+class Blockwise(Codec):
+    """A codec that treats each block of coordinates by itself.
+
+    It works through a vector in pieces, because what it fetches from memory and puts there
+    between two lines costs more than the arithmetic (bench/codecs.py).
+    """
+
+    block: ClassVar[int] = 1
+
+    @abstractmethod
+    def lengths(self, size: int) -> dict[str, tuple[torch.dtype, int]]:
+        """The parts for a vector of this size."""
+
+    @abstractmethod
+    def encode_piece(self, x: Tensor, noise: Tensor) -> Parts:
+        """Of float32 (C, n)."""
+
+    @abstractmethod
+    def decode_piece(self, parts: Parts, size: int) -> Tensor: ...
+
+    def form(self, layout: Layout, like: Tensor) -> Form:
+        return {name: (dtype, (n,)) for name, (dtype, n) in self.lengths(layout.size).items()}
+
+    def encode(self, x: Tensor, layout: Layout, noise: Noise) -> Parts:
+        drawn = noise(layout.size).to(x.device)
+        parts = {
+            name: x.new_empty(len(x), n, dtype=dtype)
+            for name, (dtype, n) in self.lengths(layout.size).items()
+        }
+        for a, b in self._pieces(len(x), layout.size):
+            piece = self.encode_piece(vector(x[:, a:b]), drawn[:, a:b])
+            for name, part in self._slices(parts, a, b).items():
+                part.copy_(piece[name])
+        return parts
+
+    def decode(self, parts: Parts, layout: Layout, like: Tensor) -> Tensor:
+        rows = len(next(iter(parts.values())))
+        x = like.new_empty(rows, layout.size)
+        for a, b in self._pieces(rows, layout.size):
+            x[:, a:b] = self.decode_piece(self._slices(parts, a, b), b - a)
+        return x
+
+    def _pieces(self, rows: int, size: int) -> list[tuple[int, int]]:
+        each = max(1, PIECE // (rows * ALIGNED)) * ALIGNED
+        return [(a, min(a + each, size)) for a in range(0, size, each)]
+
+    def _slices(self, parts: Parts, a: int, b: int) -> Parts:
+        start, stop = self.lengths(a), self.lengths(b)
+        return {n: part[:, start[n][1] : stop[n][1]] for n, part in parts.items()}
 
 
 CODECS: Registry[Callable[..., Codec]] = Registry("codec", "prefed.codecs")
@@ -99,20 +152,15 @@ def uniform(noise: Tensor) -> Tensor:
 
 
 def blocks(x: Tensor, size: int) -> Tensor:
-    """(C, d) as (C, d / size, size), the last block filled up with zeros."""
+    """(C, n) as (C, n / size, size), the last block filled up with zeros."""
     rest = -x.shape[1] % size
     full = torch.nn.functional.pad(x, (0, rest)) if rest else x
-    return full.view(len(x), -1, size)
+    return full.unflatten(1, (-1, size))
 
 
-def count(layout: Layout, size: int) -> int:
-    """The number of blocks."""
-    return -(-layout.size // size)
-
-
-def flat(rows: Tensor, layout: Layout) -> Tensor:
+def unblock(rows: Tensor, size: int) -> Tensor:
     """Undo `blocks`."""
-    return rows.flatten(1)[:, : layout.size]
+    return rows.flatten(1)[:, :size]
 
 
 def vector(x: Tensor) -> Tensor:

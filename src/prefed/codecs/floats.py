@@ -1,7 +1,8 @@
 """Shorter floating-point numbers, rounded at random so that the mean is kept.
 
 A number between two neighbours goes to the nearer with the greater probability, in such
-proportion that its expectation is the number itself (up to the 16 bits of the draw).
+proportion that its expectation is the number itself (up to the 16 bits of the draw). Numbers
+that are not finite become NaN.
 """
 
 from __future__ import annotations
@@ -13,19 +14,17 @@ from prefed.codecs.base import (
     CODECS,
     HUGE,
     TINY,
+    Blockwise,
     Codec,
     Form,
     Noise,
     Parts,
     blocks,
-    count,
-    flat,
+    unblock,
     uniform,
     vector,
 )
 from prefed.layout import Layout
-
-BLOCK = 256
 
 
 @CODECS.register("float32")
@@ -43,69 +42,70 @@ class Float32(Codec):
 
 
 @CODECS.register("bfloat16")
-class BFloat16(Codec):
-    """bfloat16, unbiased. The error is at most 2^-7 of the value: 7 bits behind the point.
+class BFloat16(Blockwise):
+    """bfloat16, unbiased. The error is less than 2^-7 of the value: 7 bits behind the point.
 
     Numbers beyond the largest bfloat16 become the largest.
     """
 
-    def form(self, layout: Layout, like: Tensor) -> Form:
-        return {"values": (torch.bfloat16, (layout.size,))}
+    def lengths(self, size: int) -> dict[str, tuple[torch.dtype, int]]:
+        return {"values": (torch.bfloat16, size)}
 
-    def encode(self, x: Tensor, layout: Layout, noise: Noise) -> Parts:
+    def encode_piece(self, x: Tensor, noise: Tensor) -> Parts:
         # The upper half of a float32 is a bfloat16: noise below it, added to the magnitude,
-        # carries into it with the right probability. The last one before infinity must not.
-        bits = vector(x).contiguous().view(torch.int32)
-        low = noise(layout.size).to(bits.device, torch.int32).bitwise_and_(0xFFFF)
-        low *= bits.bitwise_and(0x7FFFFFFF) < 0x7F7F0000
-        return {"values": low.add_(bits).bitwise_right_shift_(16).short().view(torch.bfloat16)}
+        # carries into it with the right probability.
+        most = torch.finfo(torch.bfloat16).max
+        bits = x.clamp(-most, most).add_(x - x).view(torch.int32)  # x - x is zero, or NaN
+        low = noise.to(torch.int32).bitwise_and_(0xFFFF)
+        short = low.add_(bits).bitwise_right_shift_(16).to(torch.int16)
+        return {"values": short.view(torch.bfloat16)}
 
-    def decode(self, parts: Parts, layout: Layout, like: Tensor) -> Tensor:
-        return parts["values"].to(like.dtype)
+    def decode_piece(self, parts: Parts, size: int) -> Tensor:
+        return parts["values"]
 
 
 @CODECS.register("float16")
-class Float16(Codec):
-    """float16, unbiased. The error is at most 2^-10 of the value, or 2^-24 if that is more.
+class Float16(Blockwise):
+    """float16, unbiased. The error is less than 2^-10 of the value, or 2^-24 if that is more.
 
     Numbers beyond 65504 become 65504, so this is for changes of weights and not for P.
     """
 
-    def form(self, layout: Layout, like: Tensor) -> Form:
-        return {"values": (torch.float16, (layout.size,))}
+    def lengths(self, size: int) -> dict[str, tuple[torch.dtype, int]]:
+        return {"values": (torch.float16, size)}
 
-    def encode(self, x: Tensor, layout: Layout, noise: Noise) -> Parts:
-        return {"values": rounded(vector(x), noise(layout.size), torch.float16, 10, -14)}
+    def encode_piece(self, x: Tensor, noise: Tensor) -> Parts:
+        return {"values": rounded(x, noise, torch.float16, 10, -14)}
 
-    def decode(self, parts: Parts, layout: Layout, like: Tensor) -> Tensor:
-        return parts["values"].to(like.dtype)
+    def decode_piece(self, parts: Parts, size: int) -> Tensor:
+        return parts["values"]
 
 
 @CODECS.register("float8")
-class Float8(Codec):
+class Float8(Blockwise):
     """8 bits (E4M3) in units of the largest magnitude in each block of 256, unbiased.
 
-    The error is at most 2^-3 of the value, or 2^-9 / 448 of the block's largest if that is more.
+    The error is less than 2^-3 of the value, or 2^-9 / 448 of the block's largest if that is more
+    (or 1.2e-38, if even that is less).
     """
 
-    def form(self, layout: Layout, like: Tensor) -> Form:
+    block = 256
+
+    def lengths(self, size: int) -> dict[str, tuple[torch.dtype, int]]:
         return {
-            "values": (torch.float8_e4m3fn, (layout.size,)),
-            "scale": (torch.float32, (count(layout, BLOCK),)),
+            "values": (torch.float8_e4m3fn, size),
+            "scale": (torch.float32, -(-size // self.block)),
         }
 
-    def encode(self, x: Tensor, layout: Layout, noise: Noise) -> Parts:
-        rows = blocks(vector(x), BLOCK)
+    def encode_piece(self, x: Tensor, noise: Tensor) -> Parts:
+        rows = blocks(x, self.block)
         scale = rows.abs().amax(-1).div_(448).clamp_(min=TINY)
-        units = flat(rows / scale.unsqueeze(-1), layout)
-        short = rounded(units, noise(layout.size), torch.float8_e4m3fn, 3, -6)
-        return {"values": short, "scale": scale}
+        units = unblock(rows / scale.unsqueeze(-1), x.shape[1])
+        return {"values": rounded(units, noise, torch.float8_e4m3fn, 3, -6), "scale": scale}
 
-    def decode(self, parts: Parts, layout: Layout, like: Tensor) -> Tensor:
-        rows = blocks(parts["values"].to(torch.float32), BLOCK)
-        return flat((rows * parts["scale"].unsqueeze(-1)).clamp_(-HUGE, HUGE), layout).to(
-            like.dtype
-        )
+    def decode_piece(self, parts: Parts, size: int) -> Tensor:
+        rows = blocks(parts["values"].to(torch.float32), self.block)
+        return unblock((rows * parts["scale"].unsqueeze(-1)).clamp_(-HUGE, HUGE), size)
 
 
 def rounded(x: Tensor, noise: Tensor, dtype: torch.dtype, digits: int, smallest: int) -> Tensor:
@@ -115,6 +115,5 @@ def rounded(x: Tensor, noise: Tensor, dtype: torch.dtype, digits: int, smallest:
     exponent = exponent.clamp_(min=smallest + 127).sub_(digits).bitwise_left_shift_(23)
     step = exponent.view(torch.float32)
     most = torch.finfo(dtype).max
-    u = uniform(noise.to(x.device))
-    near = torch.floor(x / step + u).mul_(step).clamp_(-most, most)
-    return torch.where(x.isfinite(), near, x).to(dtype)
+    near = uniform(noise).add_(x / step).floor_().mul_(step).clamp_(-most, most)
+    return near.add_(x - x).to(dtype)  # x - x is zero, or NaN

@@ -36,7 +36,7 @@ class TopK(Codec):
         return {"values": (torch.float32, kept), "places": (torch.int32, kept)}
 
     def encode(self, x: Tensor, layout: Layout, noise: Noise) -> Parts:
-        places = x.abs().topk(self.count(layout), dim=1, sorted=False).indices.sort(dim=1).values
+        places = x.abs().topk(self.count(layout), dim=1, sorted=False).indices
         return {"values": vector(x.gather(1, places)), "places": places.to(torch.int32)}
 
     def decode(self, parts: Parts, layout: Layout, like: Tensor) -> Tensor:

@@ -1,0 +1,294 @@
+"""Accuracy against megabytes up: the study of docs/upload.md.
+
+    python scripts/study_upload.py digits
+    PREFED_DATA=... python scripts/study_upload.py cifar10 --out /somewhere --workers 2
+    python scripts/study_upload.py cifar10 --out /somewhere --draw
+
+The first two run what is not there yet (the same command goes on after a stop) and then draw; the
+last only draws, from whatever has come to its end. Drawing writes docs/results/upload/STUDY.json
+and .png, and the tables between the marks in docs/upload.md.
+
+Step sizes are chosen first, for every algorithm the best of four on a validation split with a seed
+that no table uses; all settings of PreFed take PreFed's. On digits they are those of the preset.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from prefed.config import load
+from prefed.experiments import Planned, run_all
+from prefed.files import write_whole
+from prefed.report.figures import _figure, to_bytes
+from prefed.results import StoredRun
+from prefed.sweep import score
+
+DOCS = Path(__file__).parent.parent / "docs"
+TUNING_SEED = 1000
+T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+"""The 97.5 % point of Student's distribution for so many seeds."""
+
+Options = dict[str, Any]
+LITE = "PreFedLite"
+BASE = "PreFed"
+FEDAVG = "FedAvg"
+
+SETTINGS: dict[str, tuple[str, Options]] = {
+    BASE: ("prefed", {}),
+    LITE: ("prefedlite", {}),
+    FEDAVG: ("fedavg", {}),
+    "w bfloat16, P log8, m int8": (
+        "prefed", {"upload": "bfloat16", "P_codec": "log8", "m_codec": "int8"}
+    ),
+    "w exact, P row, m derived": ("prefed", {"P_codec": "row", "momentum": "derived"}),
+    "w bfloat16, P log8, m derived": (
+        "prefed", {"upload": "bfloat16", "P_codec": "log8", "momentum": "derived"}
+    ),
+    "w bfloat16, P row, m int8": (
+        "prefed", {"upload": "bfloat16", "P_codec": "row", "m_codec": "int8"}
+    ),
+    "w int8, P log8, m int8": (
+        "prefed", {"upload": "int8", "P_codec": "log8", "m_codec": "int8"}
+    ),
+    "w int8, P row, m int8": ("prefed", {"upload": "int8", "P_codec": "row", "m_codec": "int8"}),
+    "w int8, P log4, m derived": (
+        "prefed", {"upload": "int8", "P_codec": "log4", "momentum": "derived"}
+    ),
+    "w int8, P row, m derived": (
+        "prefed", {"upload": "int8", "P_codec": "row", "momentum": "derived"}
+    ),
+    "m reset": ("prefed", {"momentum": "reset"}),
+    "m kept": ("prefed", {"momentum": "keep"}),
+    "m derived": ("prefed", {"momentum": "derived"}),
+    "m int8": ("prefed", {"m_codec": "int8"}),
+    "P bfloat16": ("prefed", {"P_codec": "bfloat16"}),
+    "P float8": ("prefed", {"P_codec": "float8"}),
+    "P log8": ("prefed", {"P_codec": "log8"}),
+    "P log4": ("prefed", {"P_codec": "log4"}),
+    "P row": ("prefed", {"P_codec": "row"}),
+    "P tensor": ("prefed", {"P_codec": "tensor"}),
+    "P every 4": ("prefed", {"P_every": 4}),
+    "P every 16": ("prefed", {"P_every": 16}),
+    "mean by sqrt(P)": ("prefed", {"aggregate": "sqrtP"}),
+    "w bfloat16": ("prefed", {"upload": "bfloat16"}),
+    "w float16": ("prefed", {"upload": "float16"}),
+    "w int8": ("prefed", {"upload": "int8"}),
+    "w topk(0.1)": ("prefed", {"upload": "topk(0.1)"}),
+    "FedAvg, w bfloat16": ("fedavg", {"upload": "bfloat16"}),
+    "FedAvg, w int8": ("fedavg", {"upload": "int8"}),
+    "FedAvg, w topk(0.1)": ("fedavg", {"upload": "topk(0.1)"}),
+    "FedAdam": ("fedadam", {}),
+    "PreFedOpt": ("prefedopt", {}),
+    "AdaAlter": ("adaalter", {}),
+}  # fmt: skip
+"""What is compared, the most important first. w: how the change of the weights goes up."""
+
+
+@dataclass(frozen=True)
+class Study:
+    preset: str
+    seeds: int
+    grids: dict[str, list[Options]]
+    """Tried for each algorithm; empty if the preset's step sizes are well chosen already."""
+    key_seeds: int
+    """For the first eleven settings, on which the recommendation rests."""
+
+
+def cosine(start: float) -> Options:
+    return {"client_lr": {"schedule": "cosine", "start": start, "rounds": 40}}
+
+
+STUDIES = {
+    "digits": Study("digits-noniid", 5, {}, 10),
+    "cifar10": Study(
+        "upload-cifar10",
+        3,
+        {
+            "prefed": [cosine(lr) for lr in (0.001, 0.003, 0.01, 0.03)],
+            "fedavg": [cosine(lr) for lr in (0.03, 0.1, 0.2, 0.4)],
+            "adaalter": [cosine(lr) for lr in (0.003, 0.01, 0.03, 0.1)],
+            "fedadam": [{**cosine(0.05), "server_lr": lr} for lr in (0.003, 0.01, 0.03, 0.1)],
+            "prefedopt": [{**cosine(0.05), "server_lr": lr} for lr in (0.003, 0.01, 0.03, 0.1)],
+        },
+        6,
+    ),
+}
+KEY = list(SETTINGS)[:11]
+
+
+def plan(study: Study, algorithm: str, options: Options, seed: int, folder: Path) -> Planned:
+    table = {"name": algorithm, **options}
+    changes = [f"algorithm={algorithm}", f"seed={seed}", "device=cpu"]
+    if folder.parent.name == "tuning":
+        changes.append("data.validation=0.1")
+    config = load(study.preset, changes)
+    whole = config.to_dict()
+    whole["algorithm"] = {**whole["algorithm"], **table}
+    return Planned(folder.name, load(whole), folder)
+
+
+def slug(text: str) -> str:
+    return "".join(c if c.isalnum() or c == "." else "-" for c in text)
+
+
+def tuning(study: Study, out: Path) -> dict[str, list[tuple[Options, Planned]]]:
+    found = {}
+    for name, grid in study.grids.items():
+        found[name] = [
+            (o, plan(study, name, o, TUNING_SEED, out / "tuning" / f"{name}-{i}"))
+            for i, o in enumerate(grid)
+        ]
+    return found
+
+
+def tuned(study: Study, out: Path) -> dict[str, Options]:
+    """The best options of each algorithm, by finished runs on the validation split."""
+    best = {}
+    for name, points in tuning(study, out).items():
+        scored = [(score(run), i) for i, (_, p) in enumerate(points) if (run := p.stored())]
+        if len(scored) == len(points):
+            best[name] = points[max(scored)[1]][0]
+    if "prefed" in best:
+        best["prefedlite"] = best["prefed"]
+    return best
+
+
+def comparison(study: Study, best: dict[str, Options], out: Path) -> Iterator[tuple[str, Planned]]:
+    for seed in range(max(study.seeds, study.key_seeds)):
+        for label, (algorithm, options) in SETTINGS.items():
+            if seed < study.seeds or (seed < study.key_seeds and label in KEY):
+                folder = out / "runs" / f"{slug(label)}-seed{seed}"
+                chosen = {**best.get(algorithm, {}), **options}
+                yield label, plan(study, algorithm, chosen, seed, folder)
+
+
+def run(study: Study, out: Path, workers: int) -> None:
+    def tell(planned: Planned, event: dict[str, Any]) -> None:
+        if "end" in event:
+            print(f"{planned.title}: {event['end']}", flush=True)
+
+    run_all([p for points in tuning(study, out).values() for _, p in points], workers, tell)
+    run_all([p for _, p in comparison(study, tuned(study, out), out)], workers, tell)
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Student's 95 % interval of the mean; as wide as can be with one value."""
+    if len(values) < 2:
+        return -math.inf, math.inf
+    half = T95[len(values)] * stdev(values) / math.sqrt(len(values))
+    return fmean(values) - half, fmean(values) + half
+
+
+def summarise(study: Study, out: Path) -> list[dict[str, Any]]:
+    """A row for each setting with a finished run: accuracy, difference to PreFed, bytes."""
+    runs: dict[str, dict[int, StoredRun]] = {}
+    for label, planned in comparison(study, tuned(study, out), out):
+        stored = planned.stored()
+        if stored is not None and stored.status == "finished":
+            runs.setdefault(label, {})[stored.seed] = stored
+    rows = []
+    for label, by_seed in runs.items():
+        accuracy = {seed: 100 * score(run) for seed, run in by_seed.items()}
+        base = {seed: 100 * score(run) for seed, run in runs.get(BASE, {}).items()}
+        paired = [accuracy[s] - base[s] for s in accuracy if s in base]
+        first = next(iter(by_seed.values()))
+        floats = _floats(first)
+        up = fmean(r.total("bytes_up") for r in by_seed.values())
+        rows.append(
+            {
+                "setting": label,
+                "algorithm": first.config["algorithm"],
+                "accuracy": accuracy,
+                "mean": fmean(accuracy.values()),
+                "interval": interval(list(accuracy.values())),
+                "difference": fmean(paired) if paired and label != BASE else None,
+                "difference_interval": interval(paired) if label != BASE else None,
+                "megabytes_up": up / 1e6,
+                "d_floats_up": up / (4 * floats),
+                "megabytes_down": fmean(r.total("bytes_down") for r in by_seed.values()) / 1e6,
+            }
+        )
+    return sorted(rows, key=lambda row: -row["mean"])
+
+
+def _floats(run: StoredRun) -> float:
+    """Float32 weights that go down over the whole run: what FedAvg sends up."""
+    return run.total("bytes_down_weights") / 4
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| Setting | up, in d floats | MB up | test accuracy % | minus PreFed's, points | seeds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        low, high = row["interval"]
+        accuracy = f"{row['mean']:.2f}" + (f" [{low:.2f}, {high:.2f}]" if low > -math.inf else "")
+        difference = ""
+        if row["difference"] is not None:
+            low, high = row["difference_interval"]
+            difference = f"{row['difference']:+.2f}"
+            difference += f" [{low:+.2f}, {high:+.2f}]" if low > -math.inf else ""
+        name = f"**{row['setting']}**" if row["setting"] in (LITE, BASE) else row["setting"]
+        lines.append(
+            f"| {name} | {row['d_floats_up']:.3f} | {row['megabytes_up']:.1f} | {accuracy} "
+            f"| {difference} | {len(row['accuracy'])} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(name: str, study: Study, out: Path) -> None:
+    rows = summarise(study, out)
+    if not rows:
+        raise SystemExit(f"{out}: no run has come to its end yet")
+    target = DOCS / "results" / "upload"
+    target.mkdir(parents=True, exist_ok=True)
+    record = {"preset": study.preset, "tuned": tuned(study, out), "settings": rows}
+    plain = json.dumps(record, indent=1).replace("-Infinity", "null").replace("Infinity", "null")
+    write_whole(target / f"{name}.json", plain + "\n")
+    figure, axes = _figure()
+    kinds = {"prefed": ("o", "#0072b2"), "prefedlite": ("*", "#d55e00"), "fedavg": ("s", "#009e73")}
+    for row in rows:
+        marker, colour = kinds.get(row["algorithm"]["name"], ("^", "#7f7f7f"))
+        low, high = row["interval"]
+        error = None if low == -math.inf else [[row["mean"] - low], [high - row["mean"]]]
+        size = 12 if marker == "*" else 5
+        axes.errorbar(row["megabytes_up"], row["mean"], error, fmt=marker, ms=size, color=colour,
+                      lw=0.8, alpha=0.8)  # fmt: skip
+        named = row["setting"] in (BASE, LITE, FEDAVG) or row["algorithm"]["name"] not in kinds
+        if named:
+            axes.annotate(row["setting"], (row["megabytes_up"], row["mean"]), fontsize=7,
+                          xytext=(5, 4), textcoords="offset points")  # fmt: skip
+    axes.set(xlabel="megabytes uploaded", ylabel="test accuracy %", xscale="log")
+    write_whole(target / f"{name}.png", to_bytes(figure, "png"))
+
+    page = DOCS / "upload.md"
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, rest = page.read_text().split(begin)
+    after = rest.split(end)[1]
+    write_whole(page, f"{before}{begin}\n{table(rows)}\n{end}{after}")
+    print(table(rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--out", type=Path, default=Path("runs/upload"))
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--draw", action="store_true", help="only draw what there is")
+    chosen = parser.parse_args()
+    study, out = STUDIES[chosen.study], chosen.out / chosen.study
+    if not chosen.draw:
+        run(study, out, chosen.workers)
+    draw(chosen.study, study, out)
+
+
+if __name__ == "__main__":
+    main()
