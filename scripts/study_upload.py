@@ -42,31 +42,27 @@ FEDAVG = "FedAvg"
 
 SETTINGS: dict[str, tuple[str, Options]] = {
     BASE: ("prefed", {}),
-    LITE: ("prefedlite", {}),
+    LITE: ("prefedlite", {}),  # w bfloat16, P log8, m derived
     FEDAVG: ("fedavg", {}),
+    "w int8, P log8, m derived": (
+        "prefed", {"upload": "int8", "P_codec": "log8", "momentum": "derived"}
+    ),
+    "w int8, P log4, m derived": (
+        "prefed", {"upload": "int8", "P_codec": "log4", "momentum": "derived"}
+    ),
+    "w exact, P row, m derived": ("prefed", {"P_codec": "row", "momentum": "derived"}),
     "w bfloat16, P log8, m int8": (
         "prefed", {"upload": "bfloat16", "P_codec": "log8", "m_codec": "int8"}
     ),
-    "w exact, P row, m derived": ("prefed", {"P_codec": "row", "momentum": "derived"}),
-    "w bfloat16, P log8, m derived": (
-        "prefed", {"upload": "bfloat16", "P_codec": "log8", "momentum": "derived"}
-    ),
-    "w bfloat16, P row, m int8": (
-        "prefed", {"upload": "bfloat16", "P_codec": "row", "m_codec": "int8"}
+    "m derived": ("prefed", {"momentum": "derived"}),
+    "w int8, P row, m derived": (
+        "prefed", {"upload": "int8", "P_codec": "row", "momentum": "derived"}
     ),
     "w int8, P log8, m int8": (
         "prefed", {"upload": "int8", "P_codec": "log8", "m_codec": "int8"}
     ),
-    "w int8, P row, m int8": ("prefed", {"upload": "int8", "P_codec": "row", "m_codec": "int8"}),
-    "w int8, P log4, m derived": (
-        "prefed", {"upload": "int8", "P_codec": "log4", "momentum": "derived"}
-    ),
-    "w int8, P row, m derived": (
-        "prefed", {"upload": "int8", "P_codec": "row", "momentum": "derived"}
-    ),
     "m reset": ("prefed", {"momentum": "reset"}),
     "m kept": ("prefed", {"momentum": "keep"}),
-    "m derived": ("prefed", {"momentum": "derived"}),
     "m int8": ("prefed", {"m_codec": "int8"}),
     "P bfloat16": ("prefed", {"P_codec": "bfloat16"}),
     "P float8": ("prefed", {"P_codec": "float8"}),
@@ -77,6 +73,7 @@ SETTINGS: dict[str, tuple[str, Options]] = {
     "P every 4": ("prefed", {"P_every": 4}),
     "P every 16": ("prefed", {"P_every": 16}),
     "mean by sqrt(P)": ("prefed", {"aggregate": "sqrtP"}),
+    "mean by sqrt(P), m derived": ("prefed", {"aggregate": "sqrtP", "momentum": "derived"}),
     "w bfloat16": ("prefed", {"upload": "bfloat16"}),
     "w float16": ("prefed", {"upload": "float16"}),
     "w int8": ("prefed", {"upload": "int8"}),
@@ -98,7 +95,7 @@ class Study:
     grids: dict[str, list[Options]]
     """Tried for each algorithm; empty if the preset's step sizes are well chosen already."""
     key_seeds: int
-    """For the first eleven settings, on which the recommendation rests."""
+    """For the first seven settings, on which the recommendation rests."""
 
 
 def cosine(start: float) -> Options:
@@ -120,12 +117,13 @@ STUDIES = {
         6,
     ),
 }
-KEY = list(SETTINGS)[:11]
+KEY = list(SETTINGS)[:7]
 
 
 def plan(study: Study, algorithm: str, options: Options, seed: int, folder: Path) -> Planned:
     table = {"name": algorithm, **options}
-    changes = [f"algorithm={algorithm}", f"seed={seed}", "device=cpu"]
+    like = "prefed" if algorithm == "prefedlite" else algorithm  # whose step sizes it takes
+    changes = [f"algorithm={like}", f"seed={seed}", "device=cpu"]
     if folder.parent.name == "tuning":
         changes.append("data.validation=0.1")
     config = load(study.preset, changes)
@@ -174,8 +172,17 @@ def run(study: Study, out: Path, workers: int) -> None:
         if "end" in event:
             print(f"{planned.title}: {event['end']}", flush=True)
 
-    run_all([p for points in tuning(study, out).values() for _, p in points], workers, tell)
-    run_all([p for _, p in comparison(study, tuned(study, out), out)], workers, tell)
+    # What the recommendation rests on comes first, then everything.
+    for tried, compared in ((["prefed"], KEY), (list(study.grids), list(SETTINGS))):
+        points = {name: found for name, found in tuning(study, out).items() if name in tried}
+        run_all([p for found in points.values() for _, p in found], workers, tell)
+        best = tuned(study, out)
+        plans = [
+            planned
+            for label, planned in comparison(study, best, out)
+            if label in compared and (SETTINGS[label][0] in best or not study.grids)
+        ]
+        run_all(plans, workers, tell)
 
 
 def interval(values: list[float]) -> tuple[float, float]:

@@ -9,13 +9,14 @@ from prefed.codecs import CodecName
 
 @ALGORITHMS.register("prefedlite")
 class PreFedLite(PreFed):
-    """PreFed at no more than FedAvg's upload, the recommended setting of docs/upload.md.
+    """PreFed for less than FedAvg's upload: 0.76 d floats (docs/upload.md).
 
-    The change of the weights goes up as bfloat16 and P in 8 bits on a logarithmic scale; m takes
-    8 bits more.
+    The change of the weights goes up as bfloat16, P in 8 bits on a logarithmic scale, and m not
+    at all: the server works it out.
     """
 
-    momentum: Literal["average", "reset", "keep", "derived"] = "average"
+    momentum: Literal["average", "reset", "keep", "derived"] = "derived"
     upload: CodecName = "bfloat16"
     P_codec: CodecName = "log8"
     m_codec: CodecName = "int8"
+    """For momentum="average"."""
