@@ -4,14 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv demo test check format bench faults clean
+.PHONY: help venv demo test check format bench study-upload faults clean
 
 help:
 	@echo "make demo    compare seven algorithms on 8x8 digits (about a minute after set-up)"
 	@echo "make test    run the tests"
 	@echo "make check   ruff and mypy --strict"
 	@echo "make faults  kill -9 at 1000 random moments, resume each"
-	@echo "make bench   the cost of a PreFed step against torch's fused Adam"
+	@echo "make study-upload  accuracy against upload on digits and CIFAR-10 (hours; resumable)"
+	@echo "make bench   the cost of a PreFed step against torch's fused Adam, and of codecs"
 
 venv: $(READY)
 
@@ -38,6 +39,11 @@ format: venv
 
 bench: venv
 	$(BIN)/python bench/step.py
+	$(BIN)/python bench/codecs.py
+
+study-upload: venv
+	$(BIN)/python scripts/study_upload.py digits --workers 2
+	$(BIN)/python scripts/study_upload.py cifar10 --workers 2
 
 faults: venv
 	$(BIN)/python tests/faults/kill.py --trials 1000

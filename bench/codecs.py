@@ -77,8 +77,8 @@ def main() -> None:
     round = statistics.median(times.pop("round"))
     print(f"{load.title}; d = {layout.size:,}, one core, median of {PASSES} passes")
     print(f"{'a round of PreFed':<28} {1e3 * round:8.1f} ms")
-    for name, values in times.items():
-        median = statistics.median(values)
+    for name, taken in times.items():
+        median = statistics.median(taken)
         over = "   over the target of 5 %" if median > TARGET * round else ""
         print(f"{name:<28} {1e3 * median:8.1f} ms   {median / round:6.1%} of a round{over}")
 

@@ -117,7 +117,7 @@ def test_p_goes_up_in_the_first_two_rounds_and_then_in_every_third() -> None:
 
 
 @pytest.mark.parametrize("momentum", ["derived", "average"])
-def test_derived_momentum_is_not_sent(momentum: str) -> None:
+def test_derived_momentum_is_not_sent(momentum: Any) -> None:
     record = (run := simulation(prefed.PreFed(momentum=momentum))).run_round()
     d = 6 * run.server.weights.nbytes
     assert record["bytes_down_state"] == 2 * d
@@ -151,7 +151,8 @@ def test_error_feedback_sends_everything_in_the_end() -> None:
     algorithm = prefed.FedAvg(upload="topk(0.1)")
     run = simulation(algorithm)
     server, layout = run.server, run.task.flat.layout
-    change, kept = torch.randn(2, layout.size), {}
+    change = torch.randn(2, layout.size)
+    kept: dict[int, dict[str, Tensor]] = {}
     arrived = torch.zeros_like(change)
     for _ in range(40):
         update = Update({"weights": change.clone(), "buffers": change[:, :0]}, {}, change[:, 0])

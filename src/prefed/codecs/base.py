@@ -155,7 +155,7 @@ def blocks(x: Tensor, size: int) -> Tensor:
     """(C, n) as (C, n / size, size), the last block filled up with zeros."""
     rest = -x.shape[1] % size
     full = torch.nn.functional.pad(x, (0, rest)) if rest else x
-    return full.unflatten(1, (-1, size))
+    return full.reshape(len(x), -1, size)
 
 
 def unblock(rows: Tensor, size: int) -> Tensor:

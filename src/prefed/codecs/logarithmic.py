@@ -96,7 +96,11 @@ def _scale(low: Tensor, high: Tensor, levels: int) -> tuple[Tensor, Tensor]:
 
 @CODECS.register("log8")
 class Log8(Logarithmic):
-    """255 levels, a byte each; unbiased. See Logarithmic."""
+    """For P: 255 levels in equal ratios, a byte each; unbiased, and positive stays positive.
+
+    Levels go from the smallest positive to the largest value of each block of 512 (Logarithmic
+    says more).
+    """
 
     levels = 255
 
@@ -112,7 +116,7 @@ class Log8(Logarithmic):
 
 @CODECS.register("log4")
 class Log4(Logarithmic):
-    """15 levels, two to a byte; unbiased. See Logarithmic."""
+    """For P: 15 levels in equal ratios, two to a byte; otherwise as log8."""
 
     levels = 15
 
