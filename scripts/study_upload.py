@@ -19,14 +19,18 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
 from prefed.config import load
 from prefed.experiments import Planned, run_all
 from prefed.files import write_whole
-from prefed.report.figures import _figure, to_bytes
+from prefed.report.figures import to_bytes
 from prefed.results import StoredRun
 from prefed.sweep import score
 
@@ -86,6 +90,21 @@ SETTINGS: dict[str, tuple[str, Options]] = {
     "AdaAlter": ("adaalter", {}),
 }  # fmt: skip
 """What is compared, the most important first. w: how the change of the weights goes up."""
+
+
+Runs = dict[str, dict[int, StoredRun]]
+"""Finished runs by setting and seed."""
+
+STYLES = {
+    LITE: ("*", "#d55e00"),
+    BASE: ("o", "#0072b2"),
+    FEDAVG: ("s", "#009e73"),
+    "FedAdam": ("^", "#cc79a7"),
+    "PreFedOpt": ("v", "#e69f00"),
+    "AdaAlter": ("D", "#56b4e9"),
+}
+FAMILY = {"prefed": (".", "#0072b2"), "fedavg": (".", "#009e73")}
+OTHER = (".", "#7f7f7f")
 
 
 @dataclass(frozen=True)
@@ -193,13 +212,17 @@ def interval(values: list[float]) -> tuple[float, float]:
     return fmean(values) - half, fmean(values) + half
 
 
-def summarise(study: Study, out: Path) -> list[dict[str, Any]]:
-    """A row for each setting with a finished run: accuracy, difference to PreFed, bytes."""
-    runs: dict[str, dict[int, StoredRun]] = {}
+def finished(study: Study, out: Path) -> Runs:
+    runs: Runs = {}
     for label, planned in comparison(study, tuned(study, out), out):
         stored = planned.stored()
         if stored is not None and stored.status == "finished":
             runs.setdefault(label, {})[stored.seed] = stored
+    return runs
+
+
+def summarise(runs: Runs) -> list[dict[str, Any]]:
+    """A row for each setting with a finished run: accuracy, difference to PreFed, bytes."""
     rows = []
     for label, by_seed in runs.items():
         accuracy = {seed: 100 * score(run) for seed, run in by_seed.items()}
@@ -251,8 +274,47 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def picture(rows: list[dict[str, Any]], runs: Runs) -> Figure:
+    """The end of all runs, and the way there of some, against the megabytes sent up."""
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    ends, curves = figure.subplots(1, 2)
+    for row in rows:
+        marker, colour = STYLES.get(row["setting"], FAMILY.get(row["algorithm"]["name"], OTHER))
+        low, high = row["interval"]
+        error = None if low == -math.inf else [[row["mean"] - low], [high - row["mean"]]]
+        label = row["setting"] if row["setting"] in STYLES else None
+        ends.errorbar(row["megabytes_up"], row["mean"], error, fmt=marker, color=colour,
+                      label=label, ms=11 if marker == "*" else 5, lw=0.8, alpha=0.8)  # fmt: skip
+    for label, (_, colour) in STYLES.items():
+        by_seed = runs.get(label, {})
+        lines = [
+            [r["test_accuracy"] for r in run.history if r["test_accuracy"] is not None]
+            for run in by_seed.values()
+        ]
+        if not lines:
+            continue
+        some = next(iter(by_seed.values()))
+        sent = list(accumulate(r["bytes_up"] / 1e6 for r in some.history))
+        x = [b for b, r in zip(sent, some.history, strict=True) if r["test_accuracy"] is not None]
+        y = [100 * fmean(values) for values in zip(*lines, strict=True)]
+        curves.plot(x, y, color=colour, label=label, lw=1.4)
+    best = max(row["mean"] for row in rows)
+    ends.set(ylabel="test accuracy %, last tenth of the rounds", title="at the end")
+    ends.set_ylim(best - 8, best + 2.5)
+    curves.set(ylabel="test accuracy %", title="on the way")
+    for axes in (ends, curves):
+        axes.set(xlabel="megabytes uploaded", xscale="log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.tick_params(which="both", labelsize=7)
+        axes.grid(alpha=0.25, lw=0.5)
+        axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
 def draw(name: str, study: Study, out: Path) -> None:
-    rows = summarise(study, out)
+    rows = summarise(finished(study, out))
     if not rows:
         raise SystemExit(f"{out}: no run has come to its end yet")
     target = DOCS / "results" / "upload"
@@ -260,21 +322,7 @@ def draw(name: str, study: Study, out: Path) -> None:
     record = {"preset": study.preset, "tuned": tuned(study, out), "settings": rows}
     plain = json.dumps(record, indent=1).replace("-Infinity", "null").replace("Infinity", "null")
     write_whole(target / f"{name}.json", plain + "\n")
-    figure, axes = _figure()
-    kinds = {"prefed": ("o", "#0072b2"), "prefedlite": ("*", "#d55e00"), "fedavg": ("s", "#009e73")}
-    for row in rows:
-        marker, colour = kinds.get(row["algorithm"]["name"], ("^", "#7f7f7f"))
-        low, high = row["interval"]
-        error = None if low == -math.inf else [[row["mean"] - low], [high - row["mean"]]]
-        size = 12 if marker == "*" else 5
-        axes.errorbar(row["megabytes_up"], row["mean"], error, fmt=marker, ms=size, color=colour,
-                      lw=0.8, alpha=0.8)  # fmt: skip
-        named = row["setting"] in (BASE, LITE, FEDAVG) or row["algorithm"]["name"] not in kinds
-        if named:
-            axes.annotate(row["setting"], (row["megabytes_up"], row["mean"]), fontsize=7,
-                          xytext=(5, 4), textcoords="offset points")  # fmt: skip
-    axes.set(xlabel="megabytes uploaded", ylabel="test accuracy %", xscale="log")
-    write_whole(target / f"{name}.png", to_bytes(figure, "png"))
+    write_whole(target / f"{name}.png", to_bytes(picture(rows, finished(study, out)), "png"))
 
     page = DOCS / "upload.md"
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"

@@ -29,7 +29,9 @@ def test_python_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     assert int(uploaded) == 5 * 3 * 4 * 354
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/own-algorithm.md", "docs/experiments.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/own-algorithm.md", "docs/experiments.md", "docs/upload.md"]
+)
 def test_commands(page: str, tmp_path: Path) -> None:
     for block in blocks(page, "python"):
         exec(compile(block, page, "exec"), {})

@@ -183,7 +183,7 @@ def test_feedback_is_kept_by_those_that_took_part() -> None:
         (lambda m: m["P"].pop("low"), "P: a message should have the parts"),
         (lambda m: m["P"].update(low=m["P"]["low"].double()), "P: a message"),
         (lambda m: m["P"].update(codes=m["P"]["codes"][:, :-1]), "P: a message"),
-        (lambda m: m["P"].update(codes=m["P"]["codes"][:1]), "P: a message"),
+        (lambda m: m["P"].update(codes=m["P"]["codes"][:1]), "a row for each client"),
         (lambda m: m["weights"]["places"].fill_(10**6), "a place that does not exist"),
         (lambda m: m["weights"]["places"].fill_(-1), "a place that does not exist"),
     ],

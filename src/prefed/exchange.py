@@ -59,6 +59,8 @@ def receive(algorithm: Algorithm, server: Server, layout: Layout, message: Messa
         raise PrefedError(
             f"a message should have the values {', '.join(wanted)}, not {', '.join(message)}"
         )
+    if len({len(part) for parts in message.values() for part in parts.values()}) != 1:
+        raise PrefedError("a message should have a row for each client in every part")
     values = {}
     for name, like in wanted.items():
         way = codec_of(algorithm, name)
@@ -70,7 +72,7 @@ def receive(algorithm: Algorithm, server: Server, layout: Layout, message: Messa
 def _check(name: str, parts: Parts, way: Codec, layout: Layout, like: Tensor) -> None:
     found = {part: (tuple(value.shape[1:]), value.dtype) for part, value in parts.items()}
     form = {part: (shape, dtype) for part, (dtype, shape) in way.form(layout, like).items()}
-    if found != form or len({len(value) for value in parts.values()}) != 1:
+    if found != form:
         raise PrefedError(f"{name}: a message should have the parts {form}, not {found}")
 
 
