@@ -152,6 +152,7 @@ def test_bytes_are_the_length_of_the_message(name: str, size: int, clients: int)
         value.contiguous().view(torch.uint8).numpy().tobytes() for value in parts.values()
     )
     assert len(packed) == clients * way.nbytes(layout, x[0])
+    assert all(value.numpy().nbytes == value.nbytes for value in parts.values())  # NumPy knows it
     form = way.form(layout, x[0])
     assert {n: (v.dtype, tuple(v.shape[1:])) for n, v in parts.items()} == form
 

@@ -18,7 +18,8 @@ from prefed.layout import Layout
 from prefed.registry import Registry
 
 Parts = dict[str, Tensor]
-"""A message: named tensors with a row for each client. Their bytes are what is sent."""
+"""A message: named tensors with a row for each client, of types that NumPy has too. Their bytes are
+what is sent."""
 Form = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """The type and shape, for one client, of each part of a message."""
 Noise = Callable[[int], Tensor]

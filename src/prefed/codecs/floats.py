@@ -49,7 +49,7 @@ class BFloat16(Blockwise):
     """
 
     def lengths(self, size: int) -> dict[str, tuple[torch.dtype, int]]:
-        return {"values": (torch.bfloat16, size)}
+        return {"halves": (torch.int16, size)}
 
     def encode_piece(self, x: Tensor, noise: Tensor) -> Parts:
         # The upper half of a float32 is a bfloat16: noise below it, added to the magnitude,
@@ -57,11 +57,10 @@ class BFloat16(Blockwise):
         most = torch.finfo(torch.bfloat16).max
         bits = x.clamp(-most, most).add_(x - x).view(torch.int32)  # x - x is zero, or NaN
         low = noise.to(torch.int32).bitwise_and_(0xFFFF)
-        short = low.add_(bits).bitwise_right_shift_(16).to(torch.int16)
-        return {"values": short.view(torch.bfloat16)}
+        return {"halves": low.add_(bits).bitwise_right_shift_(16).to(torch.int16)}
 
     def decode_piece(self, parts: Parts, size: int) -> Tensor:
-        return parts["values"]
+        return parts["halves"].view(torch.bfloat16)
 
 
 @CODECS.register("float16")
@@ -93,7 +92,7 @@ class Float8(Blockwise):
 
     def lengths(self, size: int) -> dict[str, tuple[torch.dtype, int]]:
         return {
-            "values": (torch.float8_e4m3fn, size),
+            "codes": (torch.uint8, size),
             "scale": (torch.float32, -(-size // self.block)),
         }
 
@@ -101,10 +100,12 @@ class Float8(Blockwise):
         rows = blocks(x, self.block)
         scale = rows.abs().amax(-1).div_(448).clamp_(min=TINY)
         units = unblock(rows / scale.unsqueeze(-1), x.shape[1])
-        return {"values": rounded(units, noise, torch.float8_e4m3fn, 3, -6), "scale": scale}
+        codes = rounded(units, noise, torch.float8_e4m3fn, 3, -6).view(torch.uint8)
+        return {"codes": codes, "scale": scale}
 
     def decode_piece(self, parts: Parts, size: int) -> Tensor:
-        rows = blocks(parts["values"].to(torch.float32), self.block)
+        values = parts["codes"].view(torch.float8_e4m3fn).to(torch.float32)
+        rows = blocks(values, self.block)
         return unblock((rows * parts["scale"].unsqueeze(-1)).clamp_(-HUGE, HUGE), size)
 
 
