@@ -76,6 +76,10 @@ class Blockwise(Codec):
     def lengths(self, size: int) -> dict[str, tuple[torch.dtype, int]]:
         """The parts for a vector of this size."""
 
+    def prepare(self, x: Tensor) -> Tensor:
+        """As float32."""
+        return vector(x)
+
     @abstractmethod
     def encode_piece(self, x: Tensor, noise: Tensor) -> Parts:
         """Of float32 (C, n)."""
@@ -93,7 +97,7 @@ class Blockwise(Codec):
             for name, (dtype, n) in self.lengths(layout.size).items()
         }
         for a, b in self._pieces(len(x), layout.size):
-            piece = self.encode_piece(vector(x[:, a:b]), drawn[:, a:b])
+            piece = self.encode_piece(self.prepare(x[:, a:b]), drawn[:, a:b])
             for name, part in self._slices(parts, a, b).items():
                 part.copy_(piece[name])
         return parts

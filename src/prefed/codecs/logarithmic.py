@@ -9,8 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from prefed.codecs.base import CODECS, TINY, Blockwise, Parts, blocks, unblock
+from prefed.codecs.base import CODECS, Blockwise, Parts, blocks, unblock, vector
 
+FLOOR = 2.0**-100
+"""The lowest level: a level's value divided by the ratio of two must still be a normal float32."""
 SLACK = 2e-5
 """Octaves: more than the rounding errors of a float32 logarithm."""
 
@@ -18,10 +20,12 @@ SLACK = 2e-5
 class Logarithmic(Blockwise):
     """Levels in equal ratios from the smallest positive to the largest value of each block of 512.
 
-    Code 0 is the number zero and nothing else: a positive value stays positive. Rounded at random
-    between two levels and unbiased (up to SLACK); the error is at most
-    (largest / smallest)^(1 / (levels - 1)) - 1 of the value. Positive values below 1.2e-38 are sent
-    as 1.2e-38. A block with a value that is negative or not finite comes out as NaN.
+    Code 0 is the number zero and nothing else: a positive value stays positive. The levels reach
+    `span` octaves below the largest value (and not below 2^-100): a positive value that is smaller
+    is sent as the lowest level, so that a single one does not draw the others' levels apart. All
+    others are rounded at random between two levels, unbiased (up to SLACK); the error is at most
+    (largest / smallest)^(1 / (levels - 1)) - 1 of the value, and so at most 2^(span / (levels - 1))
+    - 1. A block with a value that is negative or not finite comes out as NaN.
 
     Written without comparisons and `where`, which take longer than the logarithm.
     """
@@ -29,6 +33,7 @@ class Logarithmic(Blockwise):
     signed = False
     block = 512
     levels: ClassVar[int]
+    span: ClassVar[int]
 
     @abstractmethod
     def packed(self, size: int) -> tuple[torch.dtype, int]:
@@ -41,12 +46,17 @@ class Logarithmic(Blockwise):
     @abstractmethod
     def unpack(self, packed: Tensor) -> Tensor: ...
 
+    def prepare(self, x: Tensor) -> Tensor:
+        # A positive float64 may be zero as a float32.
+        return x if x.dtype == torch.float32 else vector(torch.where(x > 0, x.clamp(FLOOR), x))
+
     def encode_piece(self, x: Tensor, noise: Tensor) -> Parts:
         rows = blocks(x, self.block)
-        low, high = _range(rows)
-        if bool(((low > 0) & (low < TINY)).any()):
-            rows = _normal(rows)
-            low, high = _range(rows)
+        smallest, high = _range(rows)
+        low = torch.maximum(smallest, (high * 2.0**-self.span).clamp_(min=FLOOR))
+        low, high = torch.where(high > 0, low, 0.0), torch.where(high > 0, high.clamp(FLOOR), high)
+        if bool((smallest < low).any()):
+            rows = torch.maximum(rows, rows.sign().mul_(low.unsqueeze(-1)))
         first, step = _scale(low, high, self.levels)
         # Between the levels a and r*a, the upper one must have the probability (x/a - 1)/(r - 1),
         # which is that of x > a*(1 + u*(r - 1)) for a uniform u: divide, and round down.
@@ -82,14 +92,9 @@ def _range(rows: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(high > 0, low, 0.0), high
 
 
-def _normal(rows: Tensor) -> Tensor:
-    """Positive values below TINY raised to it; 2^-23 of it is the smallest there is."""
-    return torch.maximum(rows, (rows * 2.0**23).clamp_(max=TINY))
-
-
 def _scale(low: Tensor, high: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """The logarithm of the first level, and the octaves from one level to the next."""
-    first, last = low.clamp(min=TINY).log2(), high.clamp(min=TINY).log2()
+    first, last = low.clamp(min=FLOOR).log2(), high.clamp(min=FLOOR).log2()
     step = ((last - first) / (levels - 1)).clamp(min=SLACK)
     return first.unsqueeze(-1), step.unsqueeze(-1)
 
@@ -98,11 +103,11 @@ def _scale(low: Tensor, high: Tensor, levels: int) -> tuple[Tensor, Tensor]:
 class Log8(Logarithmic):
     """For P: 255 levels in equal ratios, a byte each; unbiased, and positive stays positive.
 
-    Levels go from the smallest positive to the largest value of each block of 512 (Logarithmic
-    says more).
+    Levels go from the smallest positive value of each block of 512 to the largest, over at most 64
+    octaves (then the error is 19 % of the value); what is smaller is sent as the lowest level.
     """
 
-    levels = 255
+    levels, span = 255, 64
 
     def packed(self, size: int) -> tuple[torch.dtype, int]:
         return torch.int8, size
@@ -116,9 +121,10 @@ class Log8(Logarithmic):
 
 @CODECS.register("log4")
 class Log4(Logarithmic):
-    """For P: 15 levels in equal ratios, two to a byte; otherwise as log8."""
+    """For P: 15 levels in equal ratios, two to a byte, over at most 28 octaves (then a ratio of 4);
+    otherwise as log8."""
 
-    levels = 15
+    levels, span = 15, 28
 
     def packed(self, size: int) -> tuple[torch.dtype, int]:
         return torch.uint8, -(-size // 2)
