@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv demo test check format docs bench bench-peers faults clean
+.PHONY: help venv demo test check format docs bench bench-peers study-upload faults clean
 
 help:
 	@echo "make demo    compare seven algorithms on 8x8 digits (about a minute after set-up)"
@@ -13,8 +13,9 @@ help:
 	@echo "make docs    the documentation site, into build/docs"
 	@echo "make faults  kill -9 at 1000 random moments, resume each"
 	@echo "make bench   this machine: a PreFed step against torch's Adam, rounds against bare loops,"
-	@echo "             a thousand to a million clients, two ranks against one"
+	@echo "             a thousand to a million clients, two ranks against one, codecs"
 	@echo "make bench-peers  prefed against pfl, Flower and fedjax, each in an environment of its own"
+	@echo "make study-upload  accuracy against upload on digits and CIFAR-10 (hours; resumable)"
 
 venv: $(READY)
 
@@ -47,9 +48,14 @@ bench: venv
 	$(BIN)/prefed bench
 	$(BIN)/python bench/scale.py
 	$(BIN)/python bench/ranks.py
+	$(BIN)/python bench/codecs.py
 
 bench-peers: venv
 	$(BIN)/python bench/peers/run.py
+
+study-upload: venv
+	$(BIN)/python scripts/study_upload.py digits --workers 2
+	$(BIN)/python scripts/study_upload.py cifar10 --workers 2
 
 faults: venv
 	$(BIN)/python tests/faults/kill.py --trials 1000

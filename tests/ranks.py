@@ -16,9 +16,16 @@ from tests.problems import tiny_data, tiny_model
 RUNS: dict[str, dict[str, Any]] = {
     "scaffold": {"engine": "sequential", "weighting": "samples", "clients_per_round": 5},
     "prefed": {"engine": "vectorised", "clients_per_round": None},
+    "prefedlite": {"engine": "sequential", "clients_per_round": 5},
+    "prefed+topk": {"engine": "vectorised", "clients_per_round": 3},
     "prefedsync": {"engine": "vectorised", "clients_per_round": 2},
     "fedavg": {"engine": "auto", "clients_per_round": 2},
 }
+MORE: dict[str, dict[str, Any]] = {
+    "": {},
+    "topk": {"upload": "topk(0.2)", "P_codec": "log4", "P_every": 3, "momentum": "derived",
+             "aggregate": "sqrtP"},
+}  # fmt: skip
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -27,14 +34,15 @@ def weights() -> dict[str, torch.Tensor]:
     results = {}
     for name, options in RUNS.items():
         settings = prefed.Settings(rounds=4, local_steps=3, batch_size=4, device="cpu", **options)
-        algorithm = prefed.ALGORITHMS.get(name)(client_lr=0.01)
+        name, _, more = name.partition("+")
+        algorithm = prefed.ALGORITHMS.get(name)(client_lr=0.01, **MORE[more])
         simulation = prefed.Simulation(algorithm, tiny_model(), tiny_data(), settings)
         for _ in range(4):
             record = simulation.run_round()
             if dies:
                 os._exit(3)
-        results[name] = simulation.server.weights
-        results[f"{name}.loss"] = torch.tensor(record["train_loss"], dtype=torch.float64)
+        results[name + more] = simulation.server.weights
+        results[f"{name + more}.loss"] = torch.tensor(record["train_loss"], dtype=torch.float64)
     return results
 
 

@@ -18,7 +18,7 @@ STEPS, COHORT, ROUNDS = 5, 5, 8
 
 
 def config(name: str, *changes: str) -> Any:
-    rates = {"prefedsync": 0.05, "adaalter": 0.02, "prefed": 0.01}
+    rates = {"prefedsync": 0.05, "adaalter": 0.02, "prefed": 0.01, "prefedlite": 0.01}
     return load(
         "digits-iid",
         [
@@ -84,10 +84,12 @@ def test_state_has_the_declared_names_and_shapes(name: str) -> None:
     assert set(simulation.kept) == (took_part if keeps else set())
 
 
+VARYING = {"prefedlite"}
+"""Their messages are not a whole number of vectors: see test_exchange.py."""
 UPLOADS = {"adaalter": 2, "prefed": 3, "scaffold": 2, "prefedsync": STEPS + 2}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in VARYING])
 def test_bytes_are_those_of_the_declared_sharing(name: str) -> None:
     check_bytes(name, UPLOADS.get(name, 1))
 

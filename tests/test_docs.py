@@ -29,7 +29,13 @@ def test_python_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     assert int(uploaded) == 5 * 3 * 4 * 354
 
 
-PAGES = ["README.md", "docs/tour.md", "docs/own-algorithm.md", "docs/experiments.md"]
+PAGES = [
+    "README.md",
+    "docs/tour.md",
+    "docs/own-algorithm.md",
+    "docs/experiments.md",
+    "docs/upload.md",
+]
 
 
 @pytest.mark.parametrize("page", PAGES)

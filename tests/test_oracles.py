@@ -14,7 +14,7 @@ from prefed import draws
 from tests import oracles
 from tests.problems import SIZES, arrays, tiny_data, tiny_model
 
-ROUNDS, STEPS, BATCH = 4, 3, 5
+ROUNDS, STEPS, BATCH = 5, 3, 5
 
 
 def grid(**options: list[Any]) -> list[dict[str, Any]]:
@@ -32,6 +32,8 @@ COVARIANCE: dict[str, list[Any]] = {
     "shape": ["diagonal", "full"],
     "bias_correction": OFF_ON,
 }
+EXACT: dict[str, list[Any]] = {"upload": ["exact"], "P_codec": ["exact"], "m_codec": ["exact"]}
+"""Codecs have their own tests; with these PreFedLite is compared in what else it does."""
 CASES: dict[str, list[dict[str, Any]]] = {
     "fedavg": grid(client_momentum=[0.0, 0.7], server_momentum=[0.0, 0.5], server_lr=[1.0, 0.3]),
     "fedavgm": [{}],
@@ -39,7 +41,18 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "fedadam": grid(server_lr=[0.1], tau=[1e-3, 0.1], **SERVER_MOMENTS),
     "fedyogi": grid(server_lr=[0.1], beta2=[0.99, 0.8], **SERVER_MOMENTS),
     "adaalter": [*grid(tau=[1e-3, 0.1], v0=[0.0, 0.5]), *grid(frozen=[True], v0=[1.0], tau=[0.1])],
-    "prefed": grid(momentum=["average", "reset", "keep"], beta2=[0.9, 0.99], **COVARIANCE),
+    "prefed": [
+        *grid(momentum=["average", "reset", "keep"], beta2=[0.9, 0.99], **COVARIANCE),
+        *grid(
+            momentum=["average", "derived", "keep"],
+            P_every=[1, 3],
+            aggregate=["mean", "sqrtP"],
+            accumulate=["ema", "sum"],
+            bias_correction=OFF_ON,
+            server_lr=[0.7],
+        ),
+    ],
+    "prefedlite": grid(momentum=["average", "derived"], **EXACT),
     "prefedopt": grid(
         per_step=OFF_ON, step_with=["delta", "m"], server_lr=[0.02], tau=[1e-2], **COVARIANCE
     ),
@@ -49,7 +62,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }
 ANY_CLIENT = grid(clip_norm=[None, 0.3], weight_decay=[0.0, 0.05])[1:]
 ALL = [(name, options) for name, cases in CASES.items() for options in cases]
-ALL += [(name, options) for name, cases in CASES.items() for options in ANY_CLIENT]
+ALL += [
+    (name, {**options, **(cases[0] if name == "prefedlite" else {})})
+    for name, cases in CASES.items()
+    for options in ANY_CLIENT
+]
 
 
 def compare(name: str, options: dict[str, Any], weighting: str, batch: int | None) -> None:

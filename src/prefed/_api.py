@@ -7,9 +7,11 @@ from prefed.algorithms.fedavg import FedAvg, FedAvgM
 from prefed.algorithms.fedopt import FedAdagrad, FedAdam, FedYogi
 from prefed.algorithms.fedprox import FedProx
 from prefed.algorithms.prefed import PreFed
+from prefed.algorithms.prefedlite import PreFedLite
 from prefed.algorithms.prefedopt import PreFedOpt
 from prefed.algorithms.prefedsync import PreFedSync
 from prefed.algorithms.scaffold import SCAFFOLD
+from prefed.codecs import CODECS
 from prefed.data import DATASETS, SPLITS, FederatedData, Partition
 from prefed.diagnostics import CollapseWarning
 from prefed.engines import ENGINES, EngineWarning
@@ -18,11 +20,12 @@ from prefed.models import MODELS
 from prefed.results import load_runs, to_pandas
 from prefed.rules.base import Field, Rule
 from prefed.settings import Settings
-from prefed.sharing import average, keep, reset
+from prefed.sharing import average, derived, keep, reset
 from prefed.simulation import Callback, Result, Simulation, simulate
 
 __all__ = [
     "ALGORITHMS",
+    "CODECS",
     "DATASETS",
     "ENGINES",
     "MODELS",
@@ -45,6 +48,7 @@ __all__ = [
     "Interrupted",
     "Partition",
     "PreFed",
+    "PreFedLite",
     "PreFedOpt",
     "PreFedSync",
     "PrefedError",
@@ -53,6 +57,7 @@ __all__ = [
     "Settings",
     "Simulation",
     "average",
+    "derived",
     "keep",
     "load_runs",
     "optim",

@@ -9,6 +9,7 @@ counter.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -50,3 +51,10 @@ def epochs(seed: int, round: int, client: int, samples: int, steps: int, size: i
     order = np.broadcast_to(np.arange(samples), (passes, samples))
     drawn = generator(seed, "epochs", round, client).permuted(order, axis=1)
     return torch.from_numpy(drawn.reshape(-1)[: steps * size].reshape(steps, size))
+
+
+def noise(seed: int, purpose: str, round: int, clients: Sequence[int], size: int) -> Tensor:
+    """For each client so many numbers (C, size) of 16 random bits, as int16."""
+    words = -(-size // 4)
+    drawn = [generator(seed, purpose, round, c).bit_generator.random_raw(words) for c in clients]
+    return torch.from_numpy(np.stack(drawn).view(np.int16))[:, :size]

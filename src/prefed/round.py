@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
+from prefed.codecs import Codec, codec
 from prefed.errors import PrefedError
 from prefed.layout import Layout
 from prefed.rules import Field, Rule
@@ -26,6 +27,9 @@ from prefed.sharing import Policy, reset
 
 Kept = Mapping[int, State]
 """The state that clients keep, for those that have taken part."""
+
+LOST = "lost"
+"""Kept by a client whose codec has error feedback: what it has not sent yet of its changes."""
 
 
 @dataclass
@@ -38,7 +42,7 @@ class Server:
     optimiser: State
     """The state of the server rule."""
     shared: State
-    """The server's copy of each averaged field of the client rule."""
+    """The server's copy of each averaged or derived field of the client rule."""
 
     @classmethod
     def start(
@@ -46,7 +50,7 @@ class Server:
     ) -> Server:
         optimiser = algorithm.server_rule().fields(layout)
         client = algorithm.client_rule().fields(layout)
-        shared = {n: f for n, f in client.items() if policy(algorithm, n).kind == "average"}
+        shared = {n: f for n, f in client.items() if policy(algorithm, n).comes_down}
         return cls(
             round=0,
             weights=weights.clone(),
@@ -55,9 +59,10 @@ class Server:
             shared={name: field.new(weights) for name, field in shared.items()},
         )
 
-    def averaged(self) -> State:
-        """What the clients' values are averaged into, by name."""
-        return {"weights": self.weights, "buffers": self.buffers} | self.shared
+    def values(self, algorithm: Algorithm) -> State:
+        """For each value that a client sends in this round, the server's own."""
+        sent = {n: v for n, v in self.shared.items() if policy(algorithm, n).sent(self.round)}
+        return {"weights": self.weights, "buffers": self.buffers} | sent
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,8 @@ class Update:
     """What comes back from a block of C clients."""
 
     values: State
-    """Goes to the server: the change of the weights (C, d), the buffers, averaged fields."""
+    """Goes to the server: the change of the weights (C, d), the buffers, the averaged fields
+    that are sent in this round."""
     kept: State
     """Stays with the clients."""
     losses: Tensor
@@ -141,7 +147,7 @@ def local_update(
         match policy(algorithm, name).kind:
             case "reset":
                 state[name].fill_(field.start)
-            case "average":
+            case "average" | "derived":
                 state[name].copy_(server.shared[name])
             case "keep":
                 for row, client in zip(state[name], block.clients, strict=True):
@@ -157,9 +163,9 @@ def local_update(
     rule.finish(w, state, lr, steps)
 
     w.sub_(server.weights)
-    averaged = {n: state[n] for n in fields if policy(algorithm, n).kind == "average"}
+    sent = {n: state[n] for n in fields if policy(algorithm, n).sent(server.round)}
     return Update(
-        values={"weights": w, "buffers": block.read_buffers()} | averaged,
+        values={"weights": w, "buffers": block.read_buffers()} | sent,
         kept={n: state[n] for n in fields if policy(algorithm, n).kind == "keep"},
         losses=losses / steps,
     )
@@ -187,22 +193,40 @@ def server_update(
 
     participation is the share of all clients that the mean speaks for.
     """
-    g = algorithm.pseudo_gradient(mean["weights"], steps)
-    lr = at(algorithm.server_lr, server.round)
-    algorithm.server_rule().advance(server.weights, g, server.optimiser, lr, 0)
+    mean = algorithm.after_mean(mean)
     server.buffers.copy_(mean["buffers"])
     for name, held in server.shared.items():
+        if name not in mean:
+            continue
         if policy(algorithm, name).follow == "mean":
             held.copy_(mean[name])
         else:
             held.lerp_(mean[name], participation)
+    if any(policy(algorithm, name).kind == "derived" for name in server.shared):
+        client_lr = at(algorithm.client_lr, server.round)
+        found = algorithm.derive(mean["weights"], server.shared, client_lr, steps)
+        for name in server.shared.keys() & found.keys():
+            server.shared[name].copy_(found[name])
+    g = algorithm.pseudo_gradient(mean["weights"], steps)
+    lr = at(algorithm.server_lr, server.round)
+    algorithm.server_rule().advance(server.weights, g, server.optimiser, lr, 0)
     server.round += 1
+
+
+def codec_of(algorithm: Algorithm, name: str) -> Codec:
+    """The codec of the weights' change or of a field; buffers are sent as they are."""
+    if name == "weights":
+        return codec(algorithm.upload)
+    return codec("exact" if name == "buffers" else policy(algorithm, name).codec)
 
 
 def first_kept(algorithm: Algorithm, layout: Layout, weights: Tensor) -> State:
     """What a client keeps before it has taken part."""
     fields = algorithm.client_rule().fields(layout)
-    return {n: f.new(weights) for n, f in fields.items() if policy(algorithm, n).kind == "keep"}
+    kept = {n: f.new(weights) for n, f in fields.items() if policy(algorithm, n).kind == "keep"}
+    if codec_of(algorithm, "weights").feedback:
+        kept[LOST] = weights.new_zeros(layout.size)
+    return kept
 
 
 def check_sharing(algorithm: Algorithm, layout: Layout) -> None:
@@ -215,20 +239,44 @@ def check_sharing(algorithm: Algorithm, layout: Layout) -> None:
                 f"{type(algorithm).__name__}.sharing: the client rule has no state {name!r}; "
                 f"it has {', '.join(fields) or 'none'}"
             )
+    if not codec(algorithm.upload).signed:
+        raise PrefedError(
+            f"{type(algorithm).__name__}.upload: {algorithm.upload} is for values that are never "
+            f"negative, such as P; changes of weights are, so take int8 or bfloat16"
+        )
+    for name, field in fields.items():
+        chosen = policy(algorithm, name).codec
+        if chosen != "exact" and field.shape != (layout.size,):
+            raise PrefedError(
+                f"{type(algorithm).__name__}.sharing: codec {chosen} is for vectors as long as "
+                f"the weights, and {name} has the shape {list(field.shape)}; take exact"
+            )
+        if codec(chosen).feedback:
+            raise PrefedError(
+                f"{type(algorithm).__name__}.sharing: codec {chosen} needs error feedback, which "
+                f"is for the change of the weights alone; {name} cannot have it"
+            )
 
 
-def traffic(algorithm: Algorithm, server: Server, clients: int, steps: int) -> dict[str, int]:
+def traffic(
+    algorithm: Algorithm, server: Server, clients: int, steps: int, layout: Layout
+) -> dict[str, int]:
     """Exact bytes of a round, over all its clients, split into weights and optimiser state."""
-    weights = server.weights.nbytes + server.buffers.nbytes
-    up = down = sum(value.nbytes for value in server.shared.values())
+    sent = {
+        name: codec_of(algorithm, name).nbytes(layout, like)
+        for name, like in server.values(algorithm).items()
+    }
+    weights_up = sent.pop("weights") + sent.pop("buffers")
+    weights_down = server.weights.nbytes + server.buffers.nbytes
+    up, down = sum(sent.values()), sum(value.nbytes for value in server.shared.values())
     if algorithm.client_rule().lockstep:  # a gradient up and the mean gradient down in each step
         down += steps * server.weights.nbytes
         up += steps * server.weights.nbytes
     return {
-        "bytes_up": clients * (weights + up),
-        "bytes_down": clients * (weights + down),
-        "bytes_up_weights": clients * weights,
+        "bytes_up": clients * (weights_up + up),
+        "bytes_down": clients * (weights_down + down),
+        "bytes_up_weights": clients * weights_up,
         "bytes_up_state": clients * up,
-        "bytes_down_weights": clients * weights,
+        "bytes_down_weights": clients * weights_down,
         "bytes_down_state": clients * down,
     }

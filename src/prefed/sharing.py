@@ -5,11 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+ALWAYS = 2
+"""In so many first rounds everything that is averaged is sent: the server's first value, zero, is
+no preconditioner, and the mean after one round still has the start in it."""
+
 
 @dataclass(frozen=True)
 class Policy:
-    kind: Literal["reset", "keep", "average"]
+    kind: Literal["reset", "keep", "average", "derived"]
     follow: Literal["mean", "participation"] = "mean"
+    codec: str = "exact"
+    every: int = 1
+
+    def sent(self, round: int) -> bool:
+        """Whether it goes up in this round (from 0)."""
+        return self.kind == "average" and (round < ALWAYS or round % self.every == 0)
+
+    @property
+    def comes_down(self) -> bool:
+        """Whether the server has it, and clients begin a round with the server's."""
+        return self.kind in ("average", "derived")
 
 
 def reset() -> Policy:
@@ -22,13 +37,26 @@ def keep() -> Policy:
     return Policy("keep")
 
 
-def average(*, follow: Literal["mean", "participation"] = "mean") -> Policy:
+def average(
+    *,
+    follow: Literal["mean", "participation"] = "mean",
+    codec: str = "exact",
+    every: int = 1,
+) -> Policy:
     """Goes up to the server with the weights, is averaged, and comes down to the next cohort.
 
     The server's copy becomes the mean of the cohort, or, with follow="participation", moves
     towards it by the cohort's share of all clients (SCAFFOLD: each client speaks for itself).
+
+    codec    how it is written into the message (prefed.codecs)
+    every    sent in the first two rounds and then in each round whose number, from 0, is a
+             multiple of this. In the others the server's copy stands still. Clients begin
+             with it in every round, so it comes down in every round: a cohort that is drawn anew
+             does not have it.
     """
-    return Policy("average", follow)
+    return Policy("average", follow, codec, every)
 
 
-BY_NAME = {"reset": reset, "keep": keep, "average": average}
+def derived() -> Policy:
+    """Comes down to the clients and never goes up: the server works it out (Algorithm.derive)."""
+    return Policy("derived")

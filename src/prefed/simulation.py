@@ -22,6 +22,7 @@ from prefed.engines import ENGINES
 from prefed.engines.auto import Choice, choose
 from prefed.engines.pool import Pool
 from prefed.errors import Diverged, PrefedError, explain
+from prefed.exchange import averaged
 from prefed.mean import Mean
 from prefed.round import Server, check_sharing, first_kept, server_update, traffic
 from prefed.rules.base import State
@@ -117,7 +118,7 @@ class Simulation:
                 if update.kept:
                     for row, client in enumerate(clients):
                         kept[client] = {n: value[row].clone() for n, value in update.kept.items()}
-        values, train_loss = distributed.mean(mean, self.server.averaged())
+        values, train_loss = distributed.mean(mean, averaged(algorithm, self.server))
         kept = distributed.all_kept(kept, self._keeps)
 
         record: Record = {
@@ -125,7 +126,9 @@ class Simulation:
             "train_loss": train_loss,
             "test_loss": None,
             "test_accuracy": None,
-            **traffic(algorithm, self.server, len(cohort), settings.local_steps),
+            **traffic(
+                algorithm, self.server, len(cohort), settings.local_steps, self.task.flat.layout
+            ),
             "client_lr": at(algorithm.client_lr, round),
             "server_lr": at(algorithm.server_lr, round),
             "cohort": cohort,

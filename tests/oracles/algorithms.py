@@ -47,6 +47,22 @@ ADAPTIVE: Options = {
     "tau_inside": False,
 }
 
+PREFED: Options = {
+    "beta1": 0.9,
+    "beta2": 0.9,
+    "tau": 1e-3,
+    "momentum": "average",
+    "accumulate": "ema",
+    "shape": "diagonal",
+    "bias_correction": False,
+    "P_every": 1,
+    "aggregate": "mean",
+    # Codecs have oracles of their own; here values travel as they are.
+    "upload": "exact",
+    "P_codec": "exact",
+    "m_codec": "exact",
+}
+
 DEFAULTS: dict[str, Options] = {
     "fedavg": {"client_momentum": 0.0, "server_momentum": 0.0},
     "fedavgm": {"client_momentum": 0.0, "server_momentum": 0.9},
@@ -54,15 +70,8 @@ DEFAULTS: dict[str, Options] = {
     "fedadam": ADAPTIVE,
     "fedyogi": ADAPTIVE,
     "adaalter": {"tau": 1e-3, "v0": 0.0, "frozen": False},
-    "prefed": {
-        "beta1": 0.9,
-        "beta2": 0.9,
-        "tau": 1e-3,
-        "momentum": "average",
-        "accumulate": "ema",
-        "shape": "diagonal",
-        "bias_correction": False,
-    },
+    "prefed": PREFED,
+    "prefedlite": PREFED,
     "prefedopt": {
         "server_lr": 0.002,
         "beta1": 0.9,
@@ -80,7 +89,11 @@ DEFAULTS: dict[str, Options] = {
 }
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "momentum": ("average", "reset", "keep"),
+    "momentum": ("average", "reset", "keep", "derived"),
+    "aggregate": ("mean", "sqrtP"),
+    "upload": ("exact",),
+    "P_codec": ("exact",),
+    "m_codec": ("exact",),
     "accumulate": ("ema", "sum"),
     "shape": ("diagonal", "full"),
     "step_with": ("delta", "m"),
@@ -441,11 +454,17 @@ class PreFed(Algorithm):
     P is always averaged; m is averaged, reset in each round or kept by each client. With bias
     correction m_mass and P_mass are the total weight of the gradients in m and P; they go
     wherever m and P go. A summed P is not corrected.
+
+    momentum "derived": nobody sends m; with the new P and w_{t+1} as the mean of the clients'
+    weights the server takes m = (sqrt(P) + tau) (w_t - w_{t+1}) / (eta K). Its mass is 1.
+    P_every H: P goes up in rounds 0, 1 and the multiples of H; otherwise the server's P stays.
+    aggregate "sqrtP": every coordinate of w is averaged with the weights sqrt(P_i) + tau, in the
+    rounds in which P goes up.
     """
 
     def start(self) -> None:
         """Start at m = 0, P = 0."""
-        if self.options["momentum"] == "average":
+        if self.options["momentum"] in ("average", "derived"):
             self.shared.update(self.zero_momentum())
         self.shared["P"] = zero_preconditioner(self.d, self.options["shape"])
         if self.corrects_p():
@@ -464,11 +483,16 @@ class PreFed(Algorithm):
 
     def first_momentum(self, i: int) -> State:
         """Give the m (and its mass) that client i starts its round from."""
-        if self.options["momentum"] == "average":
+        if self.options["momentum"] in ("average", "derived"):
             return {key: self.shared[key] for key in self.zero_momentum()}
         if self.options["momentum"] == "keep" and i in self.kept:
             return self.kept[i]
         return self.zero_momentum()
+
+    def root(self, state: State) -> Array:
+        """Give sqrt(P) + tau of a diagonal P."""
+        p = state["P"] / state["P_mass"] if self.corrects_p() else state["P"]
+        return np.asarray(np.sqrt(p) + self.options["tau"])
 
     def client(self, t: int, w: Array, i: int) -> tuple[Array, State, State, float]:
         """Run the K steps of client i: its weights, its m and P (with masses), its loss."""
@@ -515,8 +539,10 @@ class PreFed(Algorithm):
             m_states.append(m_state)
             p_states.append(p_state)
             losses.append(loss_i)
-        for key in p_states[0]:
-            self.shared[key] = self.task.mean(cohort, [state[key] for state in p_states])
+        p_sent = t in (0, 1) or t % self.options["P_every"] == 0
+        if p_sent:
+            for key in p_states[0]:
+                self.shared[key] = self.task.mean(cohort, [state[key] for state in p_states])
         if self.options["momentum"] == "average":
             for key in m_states[0]:
                 self.shared[key] = self.task.mean(cohort, [state[key] for state in m_states])
@@ -524,6 +550,16 @@ class PreFed(Algorithm):
             for i, m_state in zip(cohort, m_states, strict=True):
                 self.kept[i] = m_state
         delta = self.task.mean(cohort, deltas)
+        if self.options["aggregate"] == "sqrtP" and p_sent:
+            roots = [self.root(state) for state in p_states]
+            products = [s_i * (w + delta_i) for s_i, delta_i in zip(roots, deltas, strict=True)]
+            delta = self.task.mean(cohort, products) / self.task.mean(cohort, roots) - w
+        if self.options["momentum"] == "derived":
+            self.shared["m"] = (
+                -self.root(self.shared) * delta / (self.client_lr(t) * self.task.steps)
+            )
+            if self.options["bias_correction"]:
+                self.shared["m_mass"] = 1.0
         return w + self.server_lr(t) * delta, self.task.mean(cohort, losses)
 
 
@@ -612,6 +648,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedyogi": FedYogi,
     "adaalter": AdaAlter,
     "prefed": PreFed,
+    "prefedlite": PreFed,
     "prefedopt": PreFedOpt,
     "prefedsync": PreFedSync,
     "scaffold": Scaffold,

@@ -7,9 +7,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, ValidationError
 from torch import Tensor
 
+from prefed.codecs import CodecName
 from prefed.errors import PrefedError, explain
 from prefed.registry import Registry
 from prefed.rules import SGD, Rule
+from prefed.rules.base import State
 from prefed.schedule import Rate
 from prefed.sharing import Policy
 
@@ -33,6 +35,8 @@ class Algorithm(BaseModel):
     """Clients scale a gradient down to this length if it is longer."""
     weight_decay: NonNegativeFloat = 0.0
     """Clients add this times the weights to the gradient, after clipping."""
+    upload: CodecName = "exact"
+    """The codec of the weights' change on its way to the server."""
 
     def __init__(self, **options: Any) -> None:
         try:
@@ -54,3 +58,17 @@ class Algorithm(BaseModel):
     def pseudo_gradient(self, delta: Tensor, local_steps: int) -> Tensor:
         """What the server rule is fed with: minus the mean change of the clients."""
         return delta.neg_()
+
+    def before_mean(self, values: State) -> State:
+        """What is averaged, from what a client sent, on (d) or (C, d): for means that are not
+        plain. May add values; must not change those it is given."""
+        return values
+
+    def after_mean(self, mean: State) -> State:
+        """Undoes `before_mean` on the mean, which is its to change."""
+        return mean
+
+    def derive(self, change: Tensor, shared: State, lr: float, local_steps: int) -> State:
+        """The fields whose policy is `derived`: from the clients' mean change of this round, the
+        server's new copies of the averaged fields and the clients' step size."""
+        return {}

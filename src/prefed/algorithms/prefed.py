@@ -2,14 +2,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveFloat
+from pydantic import PositiveFloat, PositiveInt, model_validator
+from torch import Tensor
 
 from prefed.algorithms.base import ALGORITHMS, Algorithm
 from prefed.algorithms.fedavg import Fraction
+from prefed.codecs import CodecName, codec
 from prefed.rules import Covariance, FullCovariance, Rule
+from prefed.rules.base import State
 from prefed.rules.covariance import Accumulate
 from prefed.schedule import Rate
-from prefed.sharing import BY_NAME, Policy, average
+from prefed.sharing import Policy, average, derived, keep, reset
 
 Shape = Literal["diagonal", "full"]
 COVARIANCE: dict[Shape, type[Covariance]] = {"diagonal": Covariance, "full": FullCovariance}
@@ -21,17 +24,40 @@ class PreFed(Algorithm):
 
     The listing starts each client from the server's m, but never says how the server comes by it.
     `momentum` names the three readings: "average" it like P (upload 3d), "reset" it in each
-    round, or let each client "keep" its own (upload 2d).
+    round, or let each client "keep" its own (upload 2d). "derived" is a fourth: the server takes
+    the m that would have made the clients' mean change in K equal steps (upload 2d):
+
+        m = (sqrt(P) + tau) * (w_t - w_{t+1}) / (eta*K)
+
+    P_codec, m_codec and P_every shorten the upload of P and m (docs/upload.md).
+
+    aggregate="sqrtP" weights each coordinate of each client by the inverse of its step size:
+    sum of s_i*w_i over sum of s_i, s_i = sqrt(P_i) + tau, with the P_i of the upload. Where P is
+    not sent in a round, that round takes the plain mean.
     """
 
     client_lr: Rate = 0.001
     beta1: Fraction = 0.9
     beta2: Fraction = 0.9
     tau: PositiveFloat = 1e-3
-    momentum: Literal["average", "reset", "keep"] = "average"
+    momentum: Literal["average", "reset", "keep", "derived"] = "average"
     accumulate: Accumulate = "ema"
     shape: Shape = "diagonal"
     bias_correction: bool = False
+    P_codec: CodecName = "exact"
+    P_every: PositiveInt = 1
+    """P is sent in each so many-th round only, and in the first two."""
+    m_codec: CodecName = "exact"
+    """For momentum="average"."""
+    aggregate: Literal["mean", "sqrtP"] = "mean"
+
+    @model_validator(mode="after")
+    def _fits(self) -> PreFed:
+        if self.shape == "full" and (self.momentum == "derived" or self.aggregate == "sqrtP"):
+            raise ValueError('momentum="derived" and aggregate="sqrtP" need shape="diagonal"')
+        if not codec(self.m_codec).signed:
+            raise ValueError(f"m_codec={self.m_codec}: m has both signs; take int8 or bfloat16")
+        return self
 
     def client_rule(self) -> Rule:
         return COVARIANCE[self.shape](
@@ -39,5 +65,34 @@ class PreFed(Algorithm):
         )
 
     def sharing(self) -> dict[str, Policy]:
-        m, P = BY_NAME[self.momentum](), average()
-        return {"m": m, "m_mass": m, "P": P, "P_mass": P}
+        momentum = {"average": average, "reset": reset, "keep": keep, "derived": derived}
+        mass = momentum[self.momentum]()
+        return {
+            "m": average(codec=self.m_codec) if self.momentum == "average" else mass,
+            "m_mass": mass,
+            "P": average(codec=self.P_codec, every=self.P_every),
+            "P_mass": average(every=self.P_every),
+        }
+
+    def before_mean(self, values: State) -> State:
+        if self.aggregate == "mean" or "P" not in values:
+            return values
+        s = self._root(values)
+        return values | {"weights": s * values["weights"], "s": s}
+
+    def after_mean(self, mean: State) -> State:
+        if (s := mean.pop("s", None)) is not None:
+            mean["weights"].div_(s)
+        return mean
+
+    def derive(self, change: Tensor, shared: State, lr: float, local_steps: int) -> State:
+        if lr == 0:  # nothing moved, and nothing is learnt
+            return {}
+        m = self._root(shared).mul_(change).div_(-lr * local_steps)
+        # An estimate of m itself, not of a sum that has yet to grow: it needs no correction.
+        return {"m": m, "m_mass": m.new_ones(1)}
+
+    def _root(self, state: State) -> Tensor:
+        """sqrt(P) + tau, as the client rule divides by it."""
+        P = state["P"] / state["P_mass"] if "P_mass" in state else state["P"]
+        return P.sqrt().add_(self.tau)

@@ -17,14 +17,14 @@ def add_to(app: typer.Typer) -> None:
 
 
 def ls() -> None:
-    """List presets, algorithms, models, data sets, splits and engines."""
-    from prefed import ALGORITHMS, DATASETS, ENGINES, MODELS, SPLITS
+    """List presets, algorithms, models, data sets, splits, engines and codecs."""
+    from prefed import ALGORITHMS, CODECS, DATASETS, ENGINES, MODELS, SPLITS
     from prefed.config import presets
 
     print("presets:    " + " ".join(presets()))
     for title, registry in (
         ("algorithms", ALGORITHMS), ("models", MODELS), ("data sets", DATASETS),
-        ("splits", SPLITS), ("engines", ENGINES),
+        ("splits", SPLITS), ("engines", ENGINES), ("codecs", CODECS),
     ):  # fmt: skip
         print(f"{title + ':':<12}" + " ".join(registry.names()))
 
@@ -32,10 +32,10 @@ def ls() -> None:
 def cat(
     name: Annotated[str, typer.Argument(help="a preset, or anything `prefed ls` lists")],
 ) -> None:
-    """Print a preset, or what an algorithm, model, data set or split is and its options."""
+    """Print a preset, or what an algorithm, model, data set, split or codec is and its options."""
     from importlib.resources import files
 
-    from prefed import ALGORITHMS, DATASETS, MODELS, SPLITS
+    from prefed import ALGORITHMS, CODECS, DATASETS, MODELS, SPLITS
     from prefed.config import options_model, presets
     from prefed.errors import PrefedError, did_you_mean
 
@@ -44,7 +44,7 @@ def cat(
         return
     found = False
     known = set(presets())
-    for registry in (ALGORITHMS, MODELS, DATASETS, SPLITS):
+    for registry in (ALGORITHMS, MODELS, DATASETS, SPLITS, CODECS):
         known.update(registry.names())
         if name in registry.names() or ":" in name:
             thing: Any = registry.get(name)

@@ -20,6 +20,7 @@ import torch
 from prefed.algorithms import Algorithm
 from prefed.data import FederatedData
 from prefed.engines.base import ENGINES, Engine, EngineWarning
+from prefed.exchange import through
 from prefed.round import Kept, Server, Update
 from prefed.settings import Settings
 from prefed.task import Task
@@ -44,6 +45,7 @@ class Pool:
         again: Callable[..., Engine] = type(first)  # what was found out need not be again
         more = [again(task.copy(data), data, settings) for _ in range(workers - 1)]
         self.engines = [first, *more]
+        self.layout, self.seed = task.flat.layout, settings.seed
         self.threads: ThreadPoolExecutor | None = None
         if workers > 1:
             self.threads = ThreadPoolExecutor(
@@ -59,11 +61,12 @@ class Pool:
     def updates(
         self, algorithm: Algorithm, server: Server, blocks: Sequence[Clients], kept: Kept
     ) -> Iterator[tuple[int, Update]]:
-        """The updates of the blocks, in any order, each with the position of its first client.
+        """The updates of the blocks as they reach the server (exchange.py), in any order, each
+        with the position of its first client.
         The tensors of an update are only valid until the next one is asked for."""
         if self.threads is None or len(blocks) == 1:
             for first, clients in blocks:
-                yield first, self.engines[0].update(algorithm, server, clients, kept)
+                yield first, self._update(self.engines[0], algorithm, server, clients, kept)
             return
         waiting = iter(blocks)
         running: dict[Future[Update], tuple[int, Engine]] = {}
@@ -71,7 +74,9 @@ class Pool:
         def start(engine: Engine) -> None:
             if (block := next(waiting, None)) is not None:
                 assert self.threads is not None
-                future = self.threads.submit(engine.update, algorithm, server, block[1], kept)
+                future = self.threads.submit(
+                    self._update, engine, algorithm, server, block[1], kept
+                )
                 running[future] = (block[0], engine)
 
         # The mean is added up in this thread meanwhile: more threads for it would take the
@@ -90,3 +95,14 @@ class Pool:
         finally:
             wait(running)
             torch.set_num_threads(threads)
+
+    def _update(
+        self,
+        engine: Engine,
+        algorithm: Algorithm,
+        server: Server,
+        clients: Sequence[int],
+        kept: Kept,
+    ) -> Update:
+        update = engine.update(algorithm, server, clients, kept)
+        return through(algorithm, server, self.layout, update, clients, kept, self.seed)

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from torch import Tensor
+
+from prefed.codecs.base import CODECS, Codec, Form, Noise, Parts
+from prefed.layout import Layout
+
+
+@CODECS.register("exact")
+class Exact(Codec):
+    """The values as they are, of any shape."""
+
+    def form(self, layout: Layout, like: Tensor) -> Form:
+        return {"values": (like.dtype, tuple(like.shape))}
+
+    def encode(self, x: Tensor, layout: Layout, noise: Noise) -> Parts:
+        return {"values": x}
+
+    def decode(self, parts: Parts, layout: Layout, like: Tensor) -> Tensor:
+        return parts["values"]
