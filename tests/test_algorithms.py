@@ -73,11 +73,11 @@ def test_state_has_the_declared_names_and_shapes(name: str) -> None:
     assert {n: f.shape for n, f in optimiser.items()} == {
         n: tuple(v.shape) for n, v in server.optimiser.items()
     }
-    for kind, held in (
-        ("average", server.shared),
-        ("keep", next(iter(simulation.kept.values()), {})),
+    for kinds, held in (
+        ({"average", "derived"}, server.shared),
+        ({"keep"}, next(iter(simulation.kept.values()), {})),
     ):
-        declared = {n: f.shape for n, f in client.items() if policy(algorithm, n).kind == kind}
+        declared = {n: f.shape for n, f in client.items() if policy(algorithm, n).kind in kinds}
         assert declared == {n: tuple(v.shape) for n, v in held.items()}
     took_part = {c for record in simulation.history for c in record["cohort"]}
     keeps = any(policy(algorithm, n).kind == "keep" for n in client)
