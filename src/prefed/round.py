@@ -38,6 +38,8 @@ class Server:
     """The state of the server rule."""
     shared: State
     """The server's copy of each averaged field of the client rule."""
+    layout: Layout
+    """Of the weights. Part of no message: both sides have it from their model."""
 
     @classmethod
     def start(
@@ -52,6 +54,7 @@ class Server:
             buffers=buffers.clone(),
             optimiser={name: field.new(weights) for name, field in optimiser.items()},
             shared={name: field.new(weights) for name, field in shared.items()},
+            layout=layout,
         )
 
     def averaged(self) -> State:
@@ -105,7 +108,7 @@ def local_update(
     """K local steps from the server's state, on each client of the block."""
     w, g = block.weights, block.gradient
     lr = at(algorithm.client_lr, server.round)
-    rule = algorithm.client_rule().fast(w)
+    rule = algorithm.client_rule().fit(block.layout).fast(w)
     fields = rule.fields(block.layout)
 
     w.copy_(server.weights)
@@ -156,7 +159,8 @@ def server_update(
     """
     g = algorithm.pseudo_gradient(mean["weights"], steps)
     lr = at(algorithm.server_lr, server.round)
-    algorithm.server_rule().advance(server.weights, g, server.optimiser, lr, 0)
+    rule = algorithm.server_rule().fit(server.layout)
+    rule.advance(server.weights, g, server.optimiser, lr, 0)
     server.buffers.copy_(mean["buffers"])
     for name, held in server.shared.items():
         if policy(algorithm, name).follow == "mean":
