@@ -434,7 +434,7 @@ class Preconditioner:
         self.d = d
         self.shape = options["shape"]
         self.tensors = options["tensors"] or [(d,)]
-        self.age = 0
+        self.left = 0
         self.root = np.zeros((0, 0))
 
     def zero(self) -> Array:
@@ -458,16 +458,25 @@ class Preconditioner:
 
     def apply(self, p: Array, u: Array) -> Array:
         """Give u / (sqrt(P) + tau), or (P^(1/2) + tau I)^-1 u with the newest root there is."""
-        tau = self.options["tau"]
         if self.shape == "diagonal":
-            return np.asarray(u / (np.sqrt(p) + tau))
-        if self.age % self.options["refresh"] == 0:
-            root = shapes.dense_root(
-                p.ravel(), self.d, self.shape, self.tensors, self.options["blocks"]
-            )
-            self.root = np.linalg.inv(root + tau * np.eye(self.d))
-        self.age += 1
+            return np.asarray(u / (np.sqrt(p) + self.options["tau"]))
+        if self.left == 0:
+            self.derive(p)
+        self.left -= 1
         return np.asarray(self.root @ u)
+
+    def begin(self, p: Array) -> None:
+        """A client's round begins with the root of the server's P, if it keeps one at all."""
+        if self.shape != "diagonal" and self.options["refresh"] > 1 and p.any():
+            self.derive(p)
+
+    def derive(self, p: Array) -> None:
+        """The root, good for the next `refresh` steps."""
+        self.left = self.options["refresh"]
+        root = shapes.dense_root(
+            p.ravel(), self.d, self.shape, self.tensors, self.options["blocks"]
+        )
+        self.root = np.linalg.inv(root + self.options["tau"] * np.eye(self.d))
 
 
 class PreFed(Algorithm):
@@ -516,6 +525,7 @@ class PreFed(Algorithm):
         m_mass = begin.get("m_mass", 0.0)
         p = self.shared["P"]
         p_mass = self.shared.get("P_mass", 0.0)
+        preconditioner.begin(p / p_mass if self.corrects_p() and p_mass else p)
         w_i = w.copy()
         loss_i = 0.0
         for x, y in self.task.local_data(t, i):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Literal
 
@@ -54,9 +54,10 @@ class BlockCovariance(MatrixCovariance):
 
     blocks: Blocks = "row"
 
-    def groups(self) -> Iterator[Group]:
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
         assert self.layout is not None
-        start = 0
+        found, start = [], 0
         for entry in self.layout.entries:
             n = prod(entry.shape)
             rows = entry.shape[0] if self.blocks == "row" and entry.shape else 1
@@ -70,26 +71,27 @@ class BlockCovariance(MatrixCovariance):
             if n:
                 group = Group(entry, rows, n // rows, start)
                 start += group.numbers
-                yield group
+                found.append(group)
+        return tuple(found)
 
     def kept_shape(self) -> tuple[int, ...]:
-        return (sum(group.numbers for group in self.groups()),)
+        return (sum(group.numbers for group in self.groups),)
 
     root_shape = kept_shape
 
     def add_outer(self, P: Tensor, r: Tensor, keep: float, take: float) -> None:
         P.mul_(keep)
-        for group in self.groups():
+        for group in self.groups:
             x = self.cut(r, group)
             group.inside(P).addcmul_(x.unsqueeze(-1), x.unsqueeze(-2), value=take)
 
     def derive(self, P: Tensor) -> Tensor:
         return torch.cat(
-            [inverse_roots(group.inside(P), self.tau).flatten(1) for group in self.groups()], dim=1
+            [inverse_roots(group.inside(P), self.tau).flatten(1) for group in self.groups], dim=1
         )
 
     def move(self, w: Tensor, root: Tensor, u: Tensor, lr: float) -> None:
-        for group in self.groups():
+        for group in self.groups:
             target = view(w, group.entry)
             step = group.inside(root) @ self.cut(u, group).unsqueeze(-1)
             target.sub_(step.reshape(target.shape), alpha=lr)
@@ -99,5 +101,5 @@ class BlockCovariance(MatrixCovariance):
         return matrices(rows, group.entry).reshape(len(rows), group.count, group.size)
 
     def diagonal(self, P: Tensor) -> Tensor:
-        parts = (group.inside(P[None]).diagonal(dim1=-2, dim2=-1) for group in self.groups())
+        parts = (group.inside(P[None]).diagonal(dim1=-2, dim2=-1) for group in self.groups)
         return torch.cat([part.reshape(-1) for part in parts])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -19,7 +19,7 @@ LARGEST = 1024
 
 @dataclass(frozen=True)
 class Side:
-    """One factor of a weight matrix, and where it lies in P and in the root."""
+    """One factor of a weight matrix, and where it lies in P and its eigenvectors in the root."""
 
     size: int
     whole: bool
@@ -31,30 +31,35 @@ class Side:
     def numbers(self) -> int:
         return self.size**2 if self.whole else self.size
 
-    @property
-    def root_numbers(self) -> int:
-        """Eigenvalues, and the eigenvectors of a whole factor."""
-        return self.size + self.size**2 if self.whole else self.size
-
     def inside(self, P: Tensor) -> Tensor:
         """(C, size, size) or (C, size)"""
         part = P[:, self.start : self.start + self.numbers]
-        return part.unflatten(1, (self.size, self.size)) if self.whole else part
+        return part.view(len(P), self.size, self.size) if self.whole else part
 
-    def eigen(self, root: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Eigenvalues (C, size), and eigenvectors (C, size, size) of a whole factor."""
-        part = root[:, self.root_start : self.root_start + self.root_numbers]
-        V = part[:, self.size :].unflatten(1, (self.size, self.size)) if self.whole else None
-        return part[:, : self.size], V
+    def vectors(self, root: Tensor) -> Tensor | None:
+        """The eigenvectors (C, size, size) of a whole factor."""
+        if not self.whole:
+            return None
+        part = root[:, self.root_start : self.root_start + self.size**2]
+        return part.view(len(root), self.size, self.size)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A weight matrix with its two sides, or a vector (a bias) with one and no second."""
+    """A weight matrix (rows, columns) with its two sides; a vector (a bias) has columns = 1 and
+    no second side."""
 
     entry: Entry
+    rows: int
+    columns: int
     left: Side
     right: Side | None
+    root_start: int
+
+    def divisors(self, root: Tensor) -> Tensor:
+        """(C, rows, columns): 1 / (root of the eigenvalue + tau)."""
+        part = root[:, self.root_start : self.root_start + self.rows * self.columns]
+        return part.view(len(root), self.rows, self.columns)
 
 
 @SHAPES.register("kronecker")
@@ -69,72 +74,68 @@ class KroneckerCovariance(MatrixCovariance):
     reshaped to (out, in * kernel); biases and other vectors are diagonal.
     """
 
-    def weights(self) -> Iterator[Weights]:
+    @cached_property
+    def weights(self) -> tuple[Weights, ...]:
         assert self.layout is not None
+        found: list[Weights] = []
         at = root_at = 0
         for entry in self.layout.entries:
-            if not prod(entry.shape):
+            n = prod(entry.shape)
+            matrix = len(entry.shape) > 1
+            rows = entry.shape[0] if matrix else n
+            if not n:
                 continue
-            sizes = [prod(entry.shape)]
-            if len(entry.shape) > 1:
-                sizes = [entry.shape[0], prod(entry.shape[1:])]
+            start, root_at = root_at, root_at + n
             sides = []
-            for size in sizes:
-                side = Side(size, len(sizes) > 1 and size <= LARGEST, at, root_at)
-                at, root_at = at + side.numbers, root_at + side.root_numbers
+            for size in (rows, n // rows) if matrix else (n,):
+                side = Side(size, matrix and size <= LARGEST, at, root_at)
+                at, root_at = at + side.numbers, root_at + side.whole * size**2
                 sides.append(side)
-            yield Weights(entry, sides[0], sides[1] if len(sides) > 1 else None)
-
-    def sides(self) -> Iterator[Side]:
-        for weights in self.weights():
-            yield weights.left
-            if weights.right is not None:
-                yield weights.right
+            right = sides[1] if matrix else None
+            found.append(Weights(entry, rows, n // rows, sides[0], right, start))
+        return tuple(found)
 
     def kept_shape(self) -> tuple[int, ...]:
-        return (sum(side.numbers for side in self.sides()),)
+        return (sum(w.left.numbers + (w.right.numbers if w.right else 0) for w in self.weights),)
 
     def root_shape(self) -> tuple[int, ...]:
-        return (sum(side.root_numbers for side in self.sides()),)
+        sides = [side for w in self.weights for side in (w.left, w.right) if side and side.whole]
+        return (sum(w.rows * w.columns for w in self.weights) + sum(s.size**2 for s in sides),)
 
     def add_outer(self, P: Tensor, r: Tensor, keep: float, take: float) -> None:
-        for weights in self.weights():
+        for weights in self.weights:
             R = matrices(r, weights.entry)
             _add(weights.left, P, R, keep, take)
             if weights.right is not None:
                 _add(weights.right, P, R.mT, keep, take)
 
     def derive(self, P: Tensor) -> Tensor:
-        parts = []
-        for side in self.sides():
-            factor = side.inside(P)
-            if side.whole:
-                values, V = eigen(factor)
-                parts += [values.to(P.dtype), V.flatten(1).to(P.dtype)]
-            else:
-                parts.append(factor)
-        return torch.cat(parts, dim=1)
+        root = P.new_empty(len(P), *self.root_shape())
+        for weights in self.weights:
+            a = _eigenvalues(weights.left, P, root)
+            spectrum = a.unsqueeze(-1)
+            if weights.right is not None:
+                trace = a.sum(-1, keepdim=True).clamp_(min=torch.finfo(a.dtype).tiny)
+                b = _eigenvalues(weights.right, P, root)
+                spectrum = (a / trace).unsqueeze(-1) * b.unsqueeze(-2)
+            weights.divisors(root).copy_(spectrum.sqrt().add_(self.tau).reciprocal_())
+        return root
 
     def move(self, w: Tensor, root: Tensor, u: Tensor, lr: float) -> None:
-        for weights in self.weights():
+        for weights in self.weights:
             target, X = view(w, weights.entry), matrices(u, weights.entry)
-            a, U = weights.left.eigen(root)
-            if weights.right is None:
-                X = X / (a.sqrt() + self.tau).unsqueeze(-1)
-            else:
-                b, V = weights.right.eigen(root)
-                trace = a.sum(-1, keepdim=True).clamp_(min=torch.finfo(a.dtype).tiny)
-                scale = (a / trace).sqrt().unsqueeze(-1) * b.sqrt().unsqueeze(-2)
-                X = U.mT @ X if U is not None else X
-                X = X @ V if V is not None else X
-                X = X / scale.add_(self.tau)
-                X = U @ X if U is not None else X
-                X = X @ V.mT if V is not None else X
-            target.sub_(X.reshape(target.shape), alpha=lr)
+            U = weights.left.vectors(root)
+            V = weights.right.vectors(root) if weights.right is not None else None
+            X = U.mT @ X if U is not None else X
+            X = X @ V if V is not None else X
+            X = X * weights.divisors(root)
+            X = U @ X if U is not None else X
+            X = X @ V.mT if V is not None else X
+            target.sub_(X.view(target.shape), alpha=lr)
 
     def diagonal(self, P: Tensor) -> Tensor:
         parts = []
-        for weights in self.weights():
+        for weights in self.weights:
             a = _diagonal(weights.left, P)
             if weights.right is not None:
                 tiny = torch.finfo(P.dtype).tiny
@@ -150,6 +151,16 @@ def _add(side: Side, P: Tensor, R: Tensor, keep: float, take: float) -> None:
         factor.baddbmm_(R, R.mT, beta=keep, alpha=take)
     else:
         factor.mul_(keep).add_(R.square().sum(-1), alpha=take)
+
+
+def _eigenvalues(side: Side, P: Tensor, root: Tensor) -> Tensor:
+    """The eigenvalues of a factor (C, size) in float64; its eigenvectors go into the root."""
+    factor = side.inside(P)
+    if (vectors := side.vectors(root)) is None:
+        return factor.double()
+    values, V = eigen(factor)
+    vectors.copy_(V)
+    return values
 
 
 def _diagonal(side: Side, P: Tensor) -> Tensor:

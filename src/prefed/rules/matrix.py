@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
@@ -19,9 +20,10 @@ class MatrixCovariance(Covariance):
     """P holds matrices; the step is (P^(1/2) + tau*I)^(-1) m.
 
     P is what is shared, averaged and saved. The inverse root is derived from it by an
-    eigendecomposition in float64, where and when it is used: in every `refresh`-th step, the
-    first of a round among them on a client, or in every `refresh`-th round on the server.
-    In between it stays in the state, so that a resumed run goes on with the same one.
+    eigendecomposition in float64 where it is used. With refresh = 1 that is in every step. With
+    more, a client derives it from the server's P when its round begins and from its own after
+    every `refresh` steps; the server in every `refresh`-th round. In between it stays in the
+    state, so that a resumed run goes on with the same one.
     """
 
     elementwise: ClassVar[bool] = False
@@ -40,8 +42,24 @@ class MatrixCovariance(Covariance):
         fitted = self.fit(layout)
         fields = {"m": Field((layout.size,)), "P": Field(fitted.kept_shape())} | self.masses()
         if self.refresh > 1:
-            fields |= {"root": Field(fitted.root_shape()), "age": Field((1,))}
+            fields |= {"root": Field(fitted.root_shape()), "left": Field((1,))}
         return fields
+
+    def begin(self, w: Tensor, state: State) -> None:
+        """All clients begin with the same P, so its root is derived once and remembered: once a
+        round and thread. The zeros before the first round tell nothing yet."""
+        if self.refresh == 1 or not state["P"].any():
+            return
+        P, root = _rows(state["P"], w), _rows(state["root"], w)
+        if "P_mass" in state:
+            P = P / _rows(state["P_mass"], w).view(-1, *[1] * (P.dim() - 1))
+        state["left"].fill_(self.refresh)
+        for row in range(len(P)):
+            known = _local.__dict__.get("newest")
+            if known is None or known[0] != self or not torch.equal(known[1], P[row]):
+                known = self, P[row].clone(), self.derive(P[row : row + 1])[0]
+                _local.newest = known
+            root[row].copy_(known[2])
 
     def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
         m, P = state["m"], state["P"]
@@ -52,13 +70,14 @@ class MatrixCovariance(Covariance):
         self.move(_rows(w, w), self.current_root(_rows(P, w), state, w), _rows(u, w), lr)
 
     def current_root(self, P: Tensor, state: State, w: Tensor) -> Tensor:
-        """The root for this step; `age` counts the steps since it was derived."""
+        """The root for this step; `left` counts the steps it is still good for."""
         if self.refresh == 1:
             return self.derive(P)
-        root, age = _rows(state["root"], w), state["age"]
-        if not age.any():
+        root, left = _rows(state["root"], w), state["left"]
+        if not left.any():
             root.copy_(self.derive(P))
-        age.add_(1).remainder_(self.refresh)
+            left.fill_(self.refresh)
+        left.sub_(1)
         return root
 
     @abstractmethod
@@ -80,6 +99,9 @@ class MatrixCovariance(Covariance):
     @abstractmethod
     def move(self, w: Tensor, root: Tensor, u: Tensor, lr: float) -> None:
         """w -= lr * (P^(1/2) + tau*I)^(-1) u, for each row."""
+
+
+_local = threading.local()
 
 
 def _rows(x: Tensor, w: Tensor) -> Tensor:
