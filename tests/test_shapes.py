@@ -19,7 +19,6 @@ from prefed.engines.vectorised import Vectorised
 from prefed.layout import Layout
 from prefed.rules import SHAPES, Covariance
 from prefed.rules import full as full_rule
-from prefed.rules import kronecker as kronecker_rule
 from tests.problems import tiny_data, tiny_model
 from tests.test_engines import Net, chain, same
 
@@ -159,18 +158,16 @@ def test_memory_format_does_not_matter(shape: str) -> None:
     torch.testing.assert_close(results[0].contiguous(), results[1].contiguous())
 
 
-def test_a_long_side_of_a_matrix_has_a_diagonal_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_side_of_a_matrix_has_a_diagonal_factor() -> None:
     grads = noise(5, 12)
     whole, whole_state, _ = follow("kronecker", [(3, 4)], grads)
-    monkeypatch.setattr(kronecker_rule, "LARGEST", 3)
-    cut, state, _ = follow("kronecker", [(3, 4)], grads)
+    cut, state, _ = follow("kronecker", [(3, 4)], grads, largest_side=3)
     assert state["P"].shape == (9 + 4,)
     assert whole_state["P"].shape == (9 + 16,)
     torch.testing.assert_close(state["P"][9:], whole_state["P"][9:].view(4, 4).diagonal())
     assert not torch.allclose(cut, whole)
     # With one column there is nothing off the diagonal to leave out.
-    monkeypatch.setattr(kronecker_rule, "LARGEST", 0)
-    column, _, _ = follow("kronecker", [(12, 1)], grads)
+    column, _, _ = follow("kronecker", [(12, 1)], grads, largest_side=1)
     diagonal, _, _ = follow("diagonal", [(12, 1)], grads)
     torch.testing.assert_close(column, diagonal, rtol=1e-9, atol=1e-9)
 

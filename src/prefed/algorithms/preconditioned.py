@@ -37,10 +37,16 @@ class Preconditioned(Algorithm):
     """The inverse root of a matrix is derived anew in every so many steps (rounds on a server)."""
     blocks: Blocks = "row"
     """Of shape="block": one for each output "row", or one for each "tensor"."""
+    largest_side: PositiveInt = 256
+    """Of shape="kronecker": the factor of a longer side of a matrix is its diagonal."""
 
     def covariance(self, step_with: Literal["m", "g"]) -> Covariance:
         make = SHAPES.get(self.shape)
-        own: dict[str, Any] = {"refresh": self.refresh, "blocks": self.blocks}
+        own: dict[str, Any] = {
+            "refresh": self.refresh,
+            "blocks": self.blocks,
+            "largest_side": self.largest_side,
+        }
         return make(
             self.beta1,
             self.beta2,

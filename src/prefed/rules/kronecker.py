@@ -13,9 +13,6 @@ from prefed.layout import Entry
 from prefed.rules.covariance import SHAPES
 from prefed.rules.matrix import MatrixCovariance, eigen, matrices, view
 
-LARGEST = 1024
-"""The factor of a longer side (of an embedding, say) is its diagonal only."""
-
 
 @dataclass(frozen=True)
 class Side:
@@ -71,8 +68,12 @@ class KroneckerCovariance(MatrixCovariance):
 
     which is the covariance itself if it is a Kronecker product. A and B are what is shared; the
     step is (P^(1/2) + tau*I)^(-1) m, taken in the eigenvectors of A and B. Convolutions are
-    reshaped to (out, in * kernel); biases and other vectors are diagonal.
+    reshaped to (out, in * kernel); biases and other vectors are diagonal, and so is the factor
+    of a side longer than `largest_side`: multiplying with a larger one would cost more than the
+    gradient of a small network does.
     """
+
+    largest_side: int = 256
 
     @cached_property
     def weights(self) -> tuple[Weights, ...]:
@@ -88,7 +89,7 @@ class KroneckerCovariance(MatrixCovariance):
             start, root_at = root_at, root_at + n
             sides = []
             for size in (rows, n // rows) if matrix else (n,):
-                side = Side(size, matrix and size <= LARGEST, at, root_at)
+                side = Side(size, matrix and size <= self.largest_side, at, root_at)
                 at, root_at = at + side.numbers, root_at + side.whole * size**2
                 sides.append(side)
             right = sides[1] if matrix else None

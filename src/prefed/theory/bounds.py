@@ -43,7 +43,7 @@ def admissible(L: float, K: int) -> float:
     return 1 / (math.sqrt(5) * K * L)
 
 
-# -- Lemma 1: how far a client's model is from the server's ---------------------------------------
+# -- Lemma 1: how far a client's model is from the server's -----------------------------------
 
 
 def lemma1_prefed(c: Known, K: int, tau: float, gradient: float) -> float:
@@ -62,7 +62,7 @@ def lemma1_mended(c: Known, K: int, step: float, gradient: float) -> float:
     return 5 * K * step**2 * (c.local + 6 * K * c.spread) + 30 * K**2 * step**2 * gradient
 
 
-# -- Theorem 1 and its corollary: PreFed ------------------------------------------------------------
+# -- Theorem 1 and its corollary: PreFed --------------------------------------------------------
 
 
 def sigma1(c: Known, K: int, m: int) -> float:
@@ -92,7 +92,7 @@ def corollary1_terms(c: Known, T: int, K: int, m: int) -> tuple[float, float, fl
     )
 
 
-# -- Theorem 2 and its corollary: PreFedOpt ---------------------------------------------------------
+# -- Theorem 2 and its corollary: PreFedOpt -----------------------------------------------------
 
 
 def theorem2(c: Known, T: int, K: int, m: int, eta: float, tau: float) -> float:
@@ -132,7 +132,7 @@ def corollary2_terms(c: Known, T: int, K: int, m: int, tau: float) -> tuple[floa
     )
 
 
-# -- What is measured beside them -------------------------------------------------------------------
+# -- What is measured beside them ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)

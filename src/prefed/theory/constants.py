@@ -171,10 +171,11 @@ def variance_between(
     if n == objective.clients:
         return Estimate(value, value, value, "exact: all clients"), coordinates
     correction = n / (n - 1)  # the mean was taken from the same clients
-    half = student(n - 1) * float(sums.std()) / math.sqrt(n)
+    # In logarithms: few clients lie far out, so the error is a factor rather than a difference.
+    factor = math.exp(student(n - 1) * float(sums.std()) / math.sqrt(n) / max(value, 1e-300))
     value *= correction
-    how = f"{n} of {objective.clients} clients, t interval"
-    return Estimate(value, max(value - half, 0.0), value + half, how), coordinates * correction
+    how = f"{n} of {objective.clients} clients, t interval of the logarithm"
+    return Estimate(value, value / factor, value * factor, how), coordinates * correction
 
 
 def measure_gap(

@@ -1,5 +1,5 @@
-"""The paper's claims about noise, measured: Eq. (cov), Eq. (covreduced), and how isotropic the noise
-is behind each preconditioner.
+"""The paper's claims about noise, measured: Eq. (cov), Eq. (covreduced), and how isotropic the
+noise is behind each preconditioner.
 
 Here S is the covariance of a stochastic gradient and mu its mean; a preconditioner is the matrix W
 that a step multiplies the gradient with, so that the noise of the step has the covariance W S W^T.
