@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import prefed
 from prefed.errors import Diverged
@@ -20,38 +23,47 @@ from prefed.theory.quadratic import Quadratic
 
 TARGET = 1e-3
 STEPS = 5
-RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-SECOND = (1e-3, 1e-2, 1e-1)
-"""The other option of each: tau of PreFed, the server's rate of FedAdam."""
+ADAPTIVE = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""Steps of rules that normalise: of PreFed's clients, of FedAdam's server. The optimum is about 100
+away in the flattest direction."""
+PLAIN = (0.1, 0.3, 1.0)
+"""Steps of FedAdam's clients, which are plain SGD on a curvature of 1."""
+TAUS = (1e-4, 1e-3, 1e-2)
 
 GRIDS: dict[str, list[dict[str, Any]]] = {
     "PreFed, full": [
         {"name": "prefed", "shape": "full", "client_lr": lr, "tau": tau}
-        for lr, tau in product(RATES, SECOND)
+        for lr, tau in product(ADAPTIVE, TAUS)
     ],
     "PreFed, diagonal": [
-        {"name": "prefed", "client_lr": lr, "tau": tau} for lr, tau in product(RATES, SECOND)
+        {"name": "prefed", "client_lr": lr, "tau": tau} for lr, tau in product(ADAPTIVE, TAUS)
     ],
     "FedAdam": [
         {"name": "fedadam", "client_lr": lr, "server_lr": rate}
-        for lr, rate in product(RATES, SECOND)
+        for lr, rate in product(PLAIN, ADAPTIVE)
     ],
 }
 
 
 def problem(d: int = 20, clients: int = 10, condition: float = 1e4) -> Quadratic:
-    """Noise as badly conditioned as the curvature, and small enough to reach the target with a
-    constant step; the clients' optima are apart."""
-    return Quadratic.make(
-        d, clients, samples=100, condition=condition, noise=0.003, spread=0.001, seed=1
+    """Noise as badly conditioned as the curvature, the clients' optima apart, and a start from
+    which each direction adds as much to the loss as any other: all of them have to be solved."""
+    made = Quadratic.make(
+        d, clients, samples=100, condition=condition, noise=0.03, spread=0.01, seed=1
     )
+    values, V = torch.linalg.eigh(made.H)
+    generator = torch.Generator().manual_seed(2)
+    z = torch.randn(d, generator=generator, dtype=torch.float64)
+    return replace(made, start=made.optimum + V @ (z / values.sqrt()))
 
 
 def rounds_to_target(quadratic: Quadratic, options: dict[str, Any], most: int) -> int | None:
     """None if the run diverges or takes more than so many rounds."""
     chosen = dict(options)
     algorithm = prefed.ALGORITHMS.get(chosen.pop("name"))(**chosen)
-    simulation = quadratic.simulation(algorithm, rounds=most, local_steps=STEPS, batch_size=10)
+    simulation = quadratic.simulation(
+        algorithm, rounds=most, local_steps=STEPS, batch_size=10, engine="vectorised"
+    )
     first = float(quadratic.excess(quadratic.start))
     for number in range(1, most + 1):
         try:

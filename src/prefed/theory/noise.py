@@ -110,10 +110,10 @@ def matrix_of(rule: Rule, gradients: Sequence[Tensor], layout: Layout) -> Tensor
     for g in gradients:  # the step itself would factorise the matrix each time
         m.lerp_(g[None], 1 - rule.beta1)  # type: ignore[attr-defined]
         rule.add_outer(P, g[None] - m, 1.0, 1.0)  # type: ignore[attr-defined]
-    rows = torch.zeros(len(w), len(w), dtype=w.dtype)
-    root = derive(P).expand(len(w), *[-1] * (P.dim() - 1))
-    rule.move(rows, root.contiguous(), torch.eye(len(w), dtype=w.dtype), -1.0)  # type: ignore[attr-defined]
-    return rows.mT
+    columns, root = torch.zeros(len(w), len(w), dtype=w.dtype), derive(P)
+    for column, axis in zip(columns, torch.eye(len(w), dtype=w.dtype), strict=True):
+        rule.move(column[None], root, axis[None], -1.0)  # type: ignore[attr-defined]
+    return columns.mT
 
 
 @dataclass(frozen=True)

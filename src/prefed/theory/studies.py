@@ -100,13 +100,14 @@ def study_constants(source: str, changes: Sequence[str], tick: Tick) -> Found:
             path.append(simulation.server.weights.clone())
         tick("the config's own run")
     found, _ = measure(objective, path, tick)
-    local, spread = (
-        as_array(x.sort(descending=True).values)
-        for x in (found.local_coordinates, found.spread_coordinates)
-    )
-    ranks = list(range(1, objective.d + 1))
+    lines = []
+    for label, variances in (("local, σ_l²", found.local_coordinates),
+                             ("global, σ_g²", found.spread_coordinates)):  # fmt: skip
+        ranked = as_array(variances.sort(descending=True).values)
+        shown = ranked[ranked > 1e-9 * ranked[0]]
+        lines.append(Line(label, list(range(1, len(shown) + 1)), list(shown)))
     picture = draw_lines(
-        [Line("local, (σ_l)²", ranks, list(local)), Line("global, (σ_g)²", ranks, list(spread))],
+        lines,
         "coordinate, by rank",
         "variance of the gradient",
         log_x=True,
