@@ -87,10 +87,10 @@ def test_pieces_are_counted_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(studies, "BRIEF", 1)
     monkeypatch.setattr("prefed.theory.constants.PRODUCTS", 4)
     monkeypatch.setattr("prefed.theory.constants.DESCENT", 2)
-    changes = ["model.hidden=[3]", "data.split.clients=30", "clients_per_round=4", "rounds=40"]
+    changes = ["model.hidden=[3]", "data.split.clients=30", "clients_per_round=4", "rounds=60"]
     told: list[str] = []
     studies.study_bounds("digits-noniid", changes, told.append)
-    assert len(told) == 1 + 2 * 2 + 2 * (40 + len(studies.STEPS) + len(studies.COHORTS))
+    assert len(told) == 1 + 2 * 2 + 2 * (60 + len(studies.STEPS) + len(studies.COHORTS))
 
 
 def test_names_of_users_are_escaped(tmp_path: Path) -> None:

@@ -29,9 +29,9 @@ from prefed.theory.quadratic import Quadratic
 
 WARM_UP = 10
 """Rounds of the config's own run, to have points on its way."""
-ROUNDS = 40
+ROUNDS = 60
 """Rounds of PreFed and PreFedOpt beside the bounds, at most."""
-BRIEF = 12
+BRIEF = 24
 """Rounds of each run of the rates in K and m."""
 STEPS = (1, 2, 5, 10)
 COHORTS = (1, 3, 10, 25)
@@ -208,9 +208,9 @@ def study_bounds(source: str, changes: Sequence[str], tick: Tick) -> Found:
     late = list(range(max(1, T // 4), T + 1))
     rates = {
         name: {
-            "T": bounds.fit(late, [minima[name][t - 1] for t in late]),
-            "K": bounds.fit(steps, swept["K"][name]),
-            "m": bounds.fit(cohorts, swept["m"][name]),
+            "T": below(before[name][0], late, [minima[name][t - 1] for t in late]),
+            "K": below(before[name][0], steps, swept["K"][name]),
+            "m": below(before[name][0], cohorts, swept["m"][name]),
         }
         for name in both
     }
@@ -294,11 +294,13 @@ def study_bounds(source: str, changes: Sequence[str], tick: Tick) -> Found:
             "Rates",
             [f"Exponents of a power law fitted to the smallest gradient norm: in T over rounds "
              f"{late[0]} to {T}, in K and m after {BRIEF} rounds, the step admissible for each "
-             f"K. Intervals for 95 %. One seed: they are about the fit, not about other seeds."],
+             f"K. Intervals for 95 %. One seed: they are about the fit, not about other seeds. "
+             f"Points at which no gradient has been smaller than that of the first weights say "
+             f"nothing and are left out; a rate needs three others."],
             [Table(
                 ("", "in T", "in K", "in m"),
                 [row for n in both for row in (
-                    (n, *(str(rates[n][x]) for x in "TKm")),
+                    (n, *(str(rates[n][x] or "-") for x in "TKm")),
                     (theorem[n], *(f"{claimed_rates[n][x].value:+.2f}" for x in "TKm")),
                 )],
             )],
@@ -312,10 +314,16 @@ def study_bounds(source: str, changes: Sequence[str], tick: Tick) -> Found:
         "gradient": {n: r.gradients for n, r in runs.items()},
         "claims": claims,
         "swept": {"K": steps, "m": cohorts, "gradient": swept, "claimed": claimed},
-        "rates": {n: {x: asdict(s) for x, s in r.items()} for n, r in rates.items()},
+        "rates": {n: {x: s and asdict(s) for x, s in r.items()} for n, r in rates.items()},
         "claimed_rates": {n: {x: s.value for x, s in r.items()} for n, r in claimed_rates.items()},
     }  # fmt: skip
     return Found(config, sections, numbers)
+
+
+def below(first: float, x: Sequence[int], y: Sequence[float]) -> bounds.Slope | None:
+    """The exponent over the points that have come below the first gradient, if there are three."""
+    kept = [(a, b) for a, b in zip(x, y, strict=True) if b < first]
+    return bounds.fit([a for a, _ in kept], [b for _, b in kept]) if len(kept) > 2 else None
 
 
 def run(
