@@ -35,4 +35,4 @@ def test_full_needs_five_times_fewer_rounds_than_the_best_of_the_others(rotated:
             assert rotated.rounds_to_target(quadratic, other, 5 * full - 1) is None, (name, other)
 
 
-FULL: dict[str, Any] = {"name": "prefed", "shape": "full", "client_lr": 3.0, "tau": 1e-3}
+FULL: dict[str, Any] = {"name": "prefed", "shape": "full", "client_lr": 1.0, "tau": 1e-4}

@@ -21,6 +21,7 @@ from prefed.layout import Layout
 from prefed.report.figures import Line, draw_lines
 from prefed.report.sections import Picture, Section, Table, write_sections
 from prefed.runs import environment
+from prefed.schedule import at
 from prefed.theory import bounds, noise
 from prefed.theory.bounds import Known
 from prefed.theory.constants import Constants, Estimate, as_array, measure
@@ -165,7 +166,7 @@ def study_bounds(source: str, changes: Sequence[str], tick: Tick) -> Found:
     runs = {n: run(b, objective, T, K, m, eta, tick) for n, b in both.items()}
     options = {name: both[name].make_algorithm() for name in both}
     tau1, tau2 = (getattr(options[name], "tau", 0.0) for name in ("prefed", "prefedopt"))
-    server = float(getattr(options["prefedopt"], "server_lr", 1.0))
+    server = at(options["prefedopt"].server_lr, 0)
 
     before = {name: r.gradients[:-1] for name, r in runs.items()}
 
@@ -333,7 +334,9 @@ def run(
     changed = config.model_copy(
         update={
             "local_steps": K, "clients_per_round": m, "rounds": T, "evaluate_every": T,
-            "workers": 1, "algorithm": _with(config, client_lr=eta),
+            "algorithm": _with(config, client_lr=eta),
+            # One thread, and no trial of engines whose steps would be watched as well.
+            "engine": "sequential", "workers": 1,
         }
     )  # fmt: skip
     simulation = changed.make_simulation()
