@@ -15,6 +15,9 @@ from tests.test_cli import prefed_command
 
 ROOT = Path(__file__).parent.parent
 SHORT = ["--set", "rounds=1", "--set", "local_steps=1"]
+SMALL = ["--set", "rounds=3", "--set", "local_steps=2", "--set", "model.hidden=[4]"]
+PAGES = ["README.md", "docs/tour.md", "docs/own-algorithm.md", "docs/experiments.md"]
+PAGES += ["docs/upload.md", "docs/theory.md"]
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -29,15 +32,6 @@ def test_python_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     assert int(uploaded) == 5 * 3 * 4 * 354
 
 
-PAGES = [
-    "README.md",
-    "docs/tour.md",
-    "docs/own-algorithm.md",
-    "docs/experiments.md",
-    "docs/upload.md",
-]
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_commands(page: str, tmp_path: Path) -> None:
     for block in blocks(page, "python"):
@@ -48,6 +42,7 @@ def test_commands(page: str, tmp_path: Path) -> None:
         words = shlex.split(line, comments=True)
         if words and words[0] == "prefed":
             shorter = SHORT if words[1] in ("run", "compare", "sweep") else []
+            shorter = SMALL if words[1] == "theory" else shorter
             done = prefed_command(*words[1:], *shorter, cwd=tmp_path)
             assert done.returncode == 0, f"{line}\n{done.stderr}"
         else:

@@ -29,11 +29,17 @@ SERVER_MOMENTS: dict[str, list[Any]] = {
 }
 COVARIANCE: dict[str, list[Any]] = {
     "accumulate": ["ema", "sum"],
-    "shape": ["diagonal", "full"],
+    "shape": ["diagonal", "full", "kronecker"],
     "bias_correction": OFF_ON,
 }
 EXACT: dict[str, list[Any]] = {"upload": ["exact"], "P_codec": ["exact"], "m_codec": ["exact"]}
 """Codecs have their own tests; with these PreFedLite is compared in what else it does."""
+SHAPES = [
+    *grid(shape=["full", "kronecker"], refresh=[2, 3]),
+    *grid(shape=["block"], blocks=["row", "tensor"], refresh=[1, 2], bias_correction=OFF_ON),
+    *grid(shape=["block"], accumulate=["sum"], refresh=[1, 2]),
+]
+TENSORS = [(SIZES[1], SIZES[0]), (SIZES[1],), (SIZES[2], SIZES[1]), (SIZES[2],)]
 CASES: dict[str, list[dict[str, Any]]] = {
     "fedavg": grid(client_momentum=[0.0, 0.7], server_momentum=[0.0, 0.5], server_lr=[1.0, 0.3]),
     "fedavgm": [{}],
@@ -42,6 +48,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "fedyogi": grid(server_lr=[0.1], beta2=[0.99, 0.8], **SERVER_MOMENTS),
     "adaalter": [*grid(tau=[1e-3, 0.1], v0=[0.0, 0.5]), *grid(frozen=[True], v0=[1.0], tau=[0.1])],
     "prefed": [
+        *SHAPES,
         *grid(momentum=["average", "reset", "keep"], beta2=[0.9, 0.99], **COVARIANCE),
         *grid(
             momentum=["average", "derived", "keep"],
@@ -53,9 +60,12 @@ CASES: dict[str, list[dict[str, Any]]] = {
         ),
     ],
     "prefedlite": grid(momentum=["average", "derived"], **EXACT),
-    "prefedopt": grid(
-        per_step=OFF_ON, step_with=["delta", "m"], server_lr=[0.02], tau=[1e-2], **COVARIANCE
-    ),
+    "prefedopt": [
+        *({"server_lr": 0.02, "tau": 1e-2, **options} for options in SHAPES),
+        *grid(
+            per_step=OFF_ON, step_with=["delta", "m"], server_lr=[0.02], tau=[1e-2], **COVARIANCE
+        ),
+    ],
     "prefedsync": grid(accumulate=["sum", "ema"], tau=[0.1]),
     "scaffold": grid(server_lr=[1.0, 0.5]),
     "fedprox": grid(mu=[0.0, 0.5]),
@@ -98,7 +108,11 @@ def compare(name: str, options: dict[str, Any], weighting: str, batch: int | Non
     records = [simulation.run_round() for _ in range(ROUNDS)]
     cohorts = [record["cohort"] for record in records]
     assert len({tuple(c) for c in cohorts}) > 1
-    defaults = {"server_lr": algorithm.server_lr} if "server_lr" not in options else {}
+    defaults: dict[str, Any] = {}
+    if "server_lr" not in options:
+        defaults["server_lr"] = algorithm.server_lr
+    if "shape" in type(algorithm).model_fields:
+        defaults["tensors"] = TENSORS
     trace = oracles.run(
         name,
         {**options, **defaults},
@@ -111,25 +125,28 @@ def compare(name: str, options: dict[str, Any], weighting: str, batch: int | Non
         weighting=weighting,
         n_clients=len(clients),
     )
+    # An older root meets gradients in directions that P does not have yet. There the step is 1/tau
+    # times the gradient, and so are rounding errors.
+    tolerance = 1e-10 if options.get("refresh", 1) == 1 else 1e-8
     losses = [record["train_loss"] for record in records]
-    np.testing.assert_allclose(losses, trace.train_loss, rtol=1e-10, atol=1e-10)
-    close(simulation.server.weights, trace.weights[-1])
+    np.testing.assert_allclose(losses, trace.train_loss, rtol=tolerance, atol=tolerance)
+    close(simulation.server.weights, trace.weights[-1], tolerance)
     ours = simulation.server.shared | simulation.server.optimiser
     theirs = trace.shared[-1] | trace.server[-1]
     for field in set(ours) & set(theirs):
-        close(ours[field], theirs[field])
-    vectors = {n for n, v in ours.items() if v.numel() > 1}
+        close(ours[field], theirs[field], tolerance)
+    vectors = {n for n, v in ours.items() if v.numel() > 1} - {"root"}  # derived from P
     assert vectors == {n for n, v in theirs.items() if np.size(v) > 1}
     assert simulation.kept.keys() == trace.kept[-1].keys()
     for client, kept in simulation.kept.items():
         assert kept.keys() == trace.kept[-1][client].keys()
         for field, value in kept.items():
-            close(value, trace.kept[-1][client][field])
+            close(value, trace.kept[-1][client][field], tolerance)
 
 
-def close(ours: torch.Tensor, theirs: Any) -> None:
+def close(ours: torch.Tensor, theirs: Any, tolerance: float = 1e-10) -> None:
     theirs = np.broadcast_to(theirs, ours.shape)
-    np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(ours.numpy(), theirs, rtol=tolerance, atol=tolerance)
 
 
 def test_every_registered_algorithm_has_an_oracle() -> None:

@@ -29,6 +29,10 @@ VARIANTS = [
     ("prefed", ["momentum=keep"]),
     ("prefed", ["momentum=reset", "bias_correction=true"]),
     ("fedadam", ["bias_correction=true"]),
+    ("prefed", ["shape=kronecker", "refresh=3", "momentum=keep"]),
+    ("prefedopt", ["shape=kronecker", "refresh=3"]),
+    ("prefedopt", ["shape=block", "refresh=3", "bias_correction=true"]),
+    ("prefedopt", ["shape=full", "refresh=4"]),
 ]
 
 

@@ -31,7 +31,7 @@ def diagnose(algorithm: Algorithm, server: Server, round: int) -> dict[str, floa
         found = rule.preconditioner()
         if found is not None and found[0] in state:
             name, tau = found
-            root = _sample(state[name]).sqrt()
+            root = _sample(rule.fit(server.layout).diagonal(state[name])).sqrt()
             return {
                 "adaptive_share": float((root > tau).double().mean()),
                 "median_step": at(rate, round) / (float(root.median()) + tau),
@@ -40,7 +40,6 @@ def diagnose(algorithm: Algorithm, server: Server, round: int) -> dict[str, floa
 
 
 def _sample(P: Tensor) -> Tensor:
-    P = P.diagonal() if P.dim() > 1 else P
     return P[:: max(1, len(P) // SAMPLE)]
 
 

@@ -43,6 +43,8 @@ class Server:
     """The state of the server rule."""
     shared: State
     """The server's copy of each averaged or derived field of the client rule."""
+    layout: Layout
+    """Of the weights. Part of no message: both sides have it from their model."""
 
     @classmethod
     def start(
@@ -57,6 +59,7 @@ class Server:
             buffers=buffers.clone(),
             optimiser={name: field.new(weights) for name, field in optimiser.items()},
             shared={name: field.new(weights) for name, field in shared.items()},
+            layout=layout,
         )
 
     def values(self, algorithm: Algorithm) -> State:
@@ -118,7 +121,7 @@ class Block(ABC):
 
     def rule(self, algorithm: Algorithm) -> Rule:
         """The client rule, in the arithmetic that suits the engine."""
-        return algorithm.client_rule().fast(self.weights)
+        return algorithm.client_rule().fit(self.layout).fast(self.weights)
 
     def step(self, algorithm: Algorithm, rule: Rule, state: State, lr: float, k: int) -> Tensor:
         """Local step k, in place; the losses (C)."""
@@ -209,7 +212,8 @@ def server_update(
             server.shared[name].copy_(found[name])
     g = algorithm.pseudo_gradient(mean["weights"], steps)
     lr = at(algorithm.server_lr, server.round)
-    algorithm.server_rule().advance(server.weights, g, server.optimiser, lr, 0)
+    rule = algorithm.server_rule().fit(server.layout)
+    rule.advance(server.weights, g, server.optimiser, lr, 0)
     server.round += 1
 
 

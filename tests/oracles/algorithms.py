@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from . import shapes
+
 Array = npt.NDArray[np.float64]
 Pair = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 Gradient = Callable[[Array, npt.NDArray[Any], npt.NDArray[Any]], tuple[float, Array]]
@@ -54,6 +56,9 @@ PREFED: Options = {
     "momentum": "average",
     "accumulate": "ema",
     "shape": "diagonal",
+    "refresh": 1,
+    "blocks": "row",
+    "tensors": None,
     "bias_correction": False,
     "P_every": 1,
     "aggregate": "mean",
@@ -81,6 +86,9 @@ DEFAULTS: dict[str, Options] = {
         "step_with": "delta",
         "accumulate": "ema",
         "shape": "diagonal",
+        "refresh": 1,
+        "blocks": "row",
+        "tensors": None,
         "bias_correction": False,
     },
     "prefedsync": {"beta2": 0.9, "tau": 1e-3, "accumulate": "sum"},
@@ -95,7 +103,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "P_codec": ("exact",),
     "m_codec": ("exact",),
     "accumulate": ("ema", "sum"),
-    "shape": ("diagonal", "full"),
+    "shape": ("diagonal", "full", "block", "kronecker"),
+    "blocks": ("row", "tensor"),
     "step_with": ("delta", "m"),
 }
 
@@ -426,26 +435,61 @@ class AdaAlter(Algorithm):
 # ---------------------------------------------------------------------------------------------
 
 
-def zero_preconditioner(d: int, shape: str) -> Array:
-    """P = 0: a vector (diagonal) or a d x d matrix (full)."""
-    return np.zeros((d, d)) if shape == "full" else np.zeros(d)
+class Preconditioner:
+    """P as an option names it, and the inverse root that is derived from it now and then.
 
+    The diagonal is written as in the listings; the other shapes are built as the dense matrix they
+    stand for (see shapes.py).
+    """
 
-def accumulate(p: Array, r: Array, how: str, beta2: float, shape: str) -> Array:
-    """P after one more residual r: a running sum or a moving average of r^2 (or r r^T)."""
-    square = np.outer(r, r) if shape == "full" else r * r
-    if how == "sum":
-        return p + square
-    return beta2 * p + (1.0 - beta2) * square
+    def __init__(self, options: Options, d: int) -> None:
+        self.options = options
+        self.d = d
+        self.shape = options["shape"]
+        self.tensors = options["tensors"] or [(d,)]
+        self.left = 0
+        self.root = np.zeros((0, 0))
 
+    def zero(self) -> Array:
+        """P = 0."""
+        return self.add(np.zeros(0), np.zeros(self.d), first=True)
 
-def precondition(p: Array, u: Array, tau: float, shape: str) -> Array:
-    """Give the direction u / (sqrt(P) + tau), or (P^(1/2) + tau I)^-1 u for a full P."""
-    if shape == "full":
-        values, vectors = np.linalg.eigh(p)
-        root = vectors @ np.diag(np.sqrt(np.maximum(values, 0.0))) @ vectors.T
-        return np.asarray(np.linalg.solve(root + tau * np.eye(len(u)), u))
-    return np.asarray(u / (np.sqrt(p) + tau))
+    def add(self, p: Array, r: Array, first: bool = False) -> Array:
+        """P after one more residual r: a running sum or a moving average."""
+        if self.shape == "diagonal":
+            square = r * r
+        else:
+            square = shapes.outer(r, self.shape, self.tensors, self.options["blocks"])
+        if self.shape == "full":
+            square = square.reshape(self.d, self.d)
+        if first:
+            return square
+        if self.options["accumulate"] == "sum":
+            return p + square
+        beta2 = self.options["beta2"]
+        return np.asarray(beta2 * p + (1.0 - beta2) * square)
+
+    def apply(self, p: Array, u: Array) -> Array:
+        """Give u / (sqrt(P) + tau), or (P^(1/2) + tau I)^-1 u with the newest root there is."""
+        if self.shape == "diagonal":
+            return np.asarray(u / (np.sqrt(p) + self.options["tau"]))
+        if self.left == 0:
+            self.derive(p)
+        self.left -= 1
+        return np.asarray(self.root @ u)
+
+    def begin(self, p: Array) -> None:
+        """A client's round begins with the root of the server's P, if it keeps one at all."""
+        if self.shape != "diagonal" and self.options["refresh"] > 1 and p.any():
+            self.derive(p)
+
+    def derive(self, p: Array) -> None:
+        """The root, good for the next `refresh` steps."""
+        self.left = self.options["refresh"]
+        root = shapes.dense_root(
+            p.ravel(), self.d, self.shape, self.tensors, self.options["blocks"]
+        )
+        self.root = np.linalg.inv(root + self.options["tau"] * np.eye(self.d))
 
 
 class PreFed(Algorithm):
@@ -466,7 +510,7 @@ class PreFed(Algorithm):
         """Start at m = 0, P = 0."""
         if self.options["momentum"] in ("average", "derived"):
             self.shared.update(self.zero_momentum())
-        self.shared["P"] = zero_preconditioner(self.d, self.options["shape"])
+        self.shared["P"] = Preconditioner(self.options, self.d).zero()
         if self.corrects_p():
             self.shared["P_mass"] = 0.0
 
@@ -499,26 +543,25 @@ class PreFed(Algorithm):
         lr = self.client_lr(t)
         beta1 = self.options["beta1"]
         beta2 = self.options["beta2"]
-        tau = self.options["tau"]
-        shape = self.options["shape"]
-        how = self.options["accumulate"]
+        preconditioner = Preconditioner(self.options, self.d)
         begin = self.first_momentum(i)
         m = begin["m"]
         m_mass = begin.get("m_mass", 0.0)
         p = self.shared["P"]
         p_mass = self.shared.get("P_mass", 0.0)
+        preconditioner.begin(p / p_mass if self.corrects_p() and p_mass else p)
         w_i = w.copy()
         loss_i = 0.0
         for x, y in self.task.local_data(t, i):
             loss, g = self.task.gradient(w_i, x, y)
             loss_i += loss / self.task.steps
             m = beta1 * m + (1.0 - beta1) * g
-            p = accumulate(p, g - m, how, beta2, shape)
+            p = preconditioner.add(p, g - m)
             m_mass = beta1 * m_mass + (1.0 - beta1)
             p_mass = beta2 * p_mass + (1.0 - beta2)
             m_hat = m / m_mass if self.options["bias_correction"] else m
             p_hat = p / p_mass if self.corrects_p() else p
-            w_i = w_i - lr * precondition(p_hat, m_hat, tau, shape)
+            w_i = w_i - lr * preconditioner.apply(p_hat, m_hat)
         m_state: State = {"m": m}
         p_state: State = {"P": p}
         if self.options["bias_correction"]:
@@ -572,7 +615,8 @@ class PreFedOpt(Algorithm):
     def start(self) -> None:
         """Start at m = 0, P = 0."""
         self.server["m"] = np.zeros(self.d)
-        self.server["P"] = zero_preconditioner(self.d, self.options["shape"])
+        self.preconditioner = Preconditioner(self.options, self.d)
+        self.server["P"] = self.preconditioner.zero()
         if self.options["bias_correction"]:
             self.server["m_mass"] = 0.0
             if self.options["accumulate"] == "ema":
@@ -582,14 +626,11 @@ class PreFedOpt(Algorithm):
         """SGD on the clients, the covariance rule on the server."""
         beta1 = self.options["beta1"]
         beta2 = self.options["beta2"]
-        shape = self.options["shape"]
         state = self.server
         delta, loss = self.sgd_clients(t, w, cohort)
         g = -delta / self.task.steps if self.options["per_step"] else -delta
         state["m"] = beta1 * state["m"] + (1.0 - beta1) * g
-        state["P"] = accumulate(
-            state["P"], g - state["m"], self.options["accumulate"], beta2, shape
-        )
+        state["P"] = self.preconditioner.add(state["P"], g - state["m"])
         m_hat = state["m"]
         p_hat = state["P"]
         if "m_mass" in state:
@@ -599,7 +640,7 @@ class PreFedOpt(Algorithm):
             state["P_mass"] = beta2 * state["P_mass"] + (1.0 - beta2)
             p_hat = state["P"] / state["P_mass"]
         u = g if self.options["step_with"] == "delta" else m_hat
-        direction = precondition(p_hat, u, self.options["tau"], shape)
+        direction = self.preconditioner.apply(p_hat, u)
         return w - self.server_lr(t) * direction, loss
 
 
@@ -628,7 +669,11 @@ class PreFedSync(Algorithm):
                 loss_of[i] += loss / self.task.steps
             g_bar = self.task.mean(cohort, [g_of[i] for i in cohort])
             for i in cohort:
-                p_of[i] = accumulate(p_of[i], g_of[i] - g_bar, how, beta2, "diagonal")
+                square = (g_of[i] - g_bar) ** 2
+                if how == "sum":
+                    p_of[i] = p_of[i] + square
+                else:
+                    p_of[i] = beta2 * p_of[i] + (1.0 - beta2) * square
                 w_of[i] = w_of[i] - lr * g_of[i] / (np.sqrt(p_of[i]) + tau)
         self.shared["P"] = self.task.mean(cohort, [p_of[i] for i in cohort])
         delta = self.task.mean(cohort, [w_of[i] - w for i in cohort])

@@ -2,24 +2,20 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import PositiveInt, model_validator
 from torch import Tensor
 
-from prefed.algorithms.base import ALGORITHMS, Algorithm
-from prefed.algorithms.fedavg import Fraction
+from prefed.algorithms.base import ALGORITHMS
+from prefed.algorithms.preconditioned import Preconditioned
 from prefed.codecs import CodecName, codec
-from prefed.rules import Covariance, FullCovariance, Rule
+from prefed.rules import Rule
 from prefed.rules.base import State
-from prefed.rules.covariance import Accumulate
 from prefed.schedule import Rate
 from prefed.sharing import Policy, average, derived, keep, reset
 
-Shape = Literal["diagonal", "full"]
-COVARIANCE: dict[Shape, type[Covariance]] = {"diagonal": Covariance, "full": FullCovariance}
-
 
 @ALGORITHMS.register("prefed")
-class PreFed(Algorithm):
+class PreFed(Preconditioned):
     """Algorithm 2 of the paper: the covariance rule on the clients, P averaged with the weights.
 
     The listing starts each client from the server's m, but never says how the server comes by it.
@@ -37,13 +33,7 @@ class PreFed(Algorithm):
     """
 
     client_lr: Rate = 0.001
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.9
-    tau: PositiveFloat = 1e-3
     momentum: Literal["average", "reset", "keep", "derived"] = "average"
-    accumulate: Accumulate = "ema"
-    shape: Shape = "diagonal"
-    bias_correction: bool = False
     P_codec: CodecName = "exact"
     P_every: PositiveInt = 1
     """P is sent in each so many-th round only, and in the first two."""
@@ -53,16 +43,14 @@ class PreFed(Algorithm):
 
     @model_validator(mode="after")
     def _fits(self) -> PreFed:
-        if self.shape == "full" and (self.momentum == "derived" or self.aggregate == "sqrtP"):
+        if self.shape != "diagonal" and (self.momentum == "derived" or self.aggregate == "sqrtP"):
             raise ValueError('momentum="derived" and aggregate="sqrtP" need shape="diagonal"')
         if not codec(self.m_codec).signed:
             raise ValueError(f"m_codec={self.m_codec}: m has both signs; take int8 or bfloat16")
         return self
 
     def client_rule(self) -> Rule:
-        return COVARIANCE[self.shape](
-            self.beta1, self.beta2, self.tau, self.accumulate, bias_correction=self.bias_correction
-        )
+        return self.covariance(step_with="m")
 
     def sharing(self) -> dict[str, Policy]:
         momentum = {"average": average, "reset": reset, "keep": keep, "derived": derived}

@@ -2,19 +2,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveFloat
 from torch import Tensor
 
-from prefed.algorithms.base import ALGORITHMS, Algorithm
+from prefed.algorithms.base import ALGORITHMS
 from prefed.algorithms.fedavg import Fraction
-from prefed.algorithms.prefed import COVARIANCE, Shape
+from prefed.algorithms.preconditioned import Preconditioned
 from prefed.rules import Rule
-from prefed.rules.covariance import Accumulate
 from prefed.schedule import Rate
 
 
 @ALGORITHMS.register("prefedopt")
-class PreFedOpt(Algorithm):
+class PreFedOpt(Preconditioned):
     """Algorithm 3 of the paper: SGD on the clients, the covariance rule on the server.
 
     Two lines are not as printed. The pseudo-gradient is minus the mean change (the printed sign
@@ -28,24 +26,12 @@ class PreFedOpt(Algorithm):
 
     client_lr: Rate = 0.05
     server_lr: Rate = 0.002
-    beta1: Fraction = 0.9
     beta2: Fraction = 0.99
-    tau: PositiveFloat = 1e-3
     per_step: bool = True
     step_with: Literal["delta", "m"] = "delta"
-    accumulate: Accumulate = "ema"
-    shape: Shape = "diagonal"
-    bias_correction: bool = False
 
     def server_rule(self) -> Rule:
-        return COVARIANCE[self.shape](
-            self.beta1,
-            self.beta2,
-            self.tau,
-            self.accumulate,
-            step_with="m" if self.step_with == "m" else "g",
-            bias_correction=self.bias_correction,
-        )
+        return self.covariance(step_with="m" if self.step_with == "m" else "g")
 
     def pseudo_gradient(self, delta: Tensor, local_steps: int) -> Tensor:
         return delta.div_(-local_steps if self.per_step else -1)

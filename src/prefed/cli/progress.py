@@ -64,6 +64,43 @@ class RoundBar(Callback):
             self._progress.stop()
 
 
+class WorkBar:
+    """Pieces of work of one kind or another: a bar on a terminal, a plain line for each elsewhere
+    whenever a tenth is done."""
+
+    def __init__(self, total: int, quiet: bool) -> None:
+        self.total, self.quiet, self.done = total, quiet, 0
+        console = Console(stderr=True)
+        self._progress = None
+        if console.is_terminal and not quiet:
+            self._progress = Progress(
+                BarColumn(),
+                TextColumn("{task.percentage:>3.0f}%"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                TextColumn("{task.description}", markup=False),
+                console=console,
+            )
+            self._task = self._progress.add_task("", total=total)
+
+    def tick(self, text: str) -> None:
+        before, self.done = self.done, self.done + 1
+        if self._progress is not None:
+            self._progress.update(self._task, advance=1, description=text)
+        elif not self.quiet and 10 * before // self.total < 10 * self.done // self.total:
+            print(f"{100 * self.done // self.total} %  {text}", flush=True)
+
+    def __enter__(self) -> WorkBar:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
 class JsonLines(RoundBar):
     """Each round as a line of JSON, for other programs."""
 

@@ -18,7 +18,7 @@ class EngineWarning(UserWarning):
 class Engine(Protocol):
     """How a block of clients trains, on one instance of the model."""
 
-    def block_size(self, cohort: int) -> int:
+    def block_size(self, algorithm: Algorithm, cohort: int) -> int:
         """How many clients of a cohort to take at a time. Must not depend on the number of
         workers: the bits of a run do not."""
 

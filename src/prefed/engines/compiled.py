@@ -88,7 +88,7 @@ class _Rows(Rows):
 
     def rule(self, algorithm: Algorithm) -> Rule:
         """The plain lines: it is the compiler that fuses them."""
-        return algorithm.client_rule()
+        return algorithm.client_rule().fit(self.layout)
 
     def step(self, algorithm: Algorithm, rule: Rule, state: State, lr: float, k: int) -> Tensor:
         if len(self.groups) > 1 or self.buffers:

@@ -55,7 +55,7 @@ class Pool:
     def blocks(self, algorithm: Algorithm, cohort: Sequence[int]) -> Sequence[Clients]:
         """The cohort cut up; whole if it meets in every step."""
         whole = algorithm.client_rule().lockstep
-        size = len(cohort) if whole else self.engines[0].block_size(len(cohort))
+        size = len(cohort) if whole else self.engines[0].block_size(algorithm, len(cohort))
         return [(first, cohort[first : first + size]) for first in range(0, len(cohort), size)]
 
     def updates(

@@ -23,7 +23,7 @@ class Sequential:
         self.task, self.data, self.settings = task, data, settings
         self.room: dict[tuple[str, int], Tensor] = {}
 
-    def block_size(self, cohort: int) -> int:
+    def block_size(self, algorithm: Algorithm, cohort: int) -> int:
         return 1
 
     def update(

@@ -32,6 +32,8 @@ CACHED = 1 << 19
 """Numbers in the weights of a block: more fall out of a CPU's cache between two passes."""
 VECTORS = 12
 """At most so many times its weights is the memory of a block: gradients, state, activations."""
+STATES = 8
+"""At most so many times its state is the memory of a block that the state takes."""
 SHARES = 4
 """A cohort of some size is cut into a multiple of so many blocks, to be shared by workers."""
 SMALLEST = 8
@@ -61,8 +63,8 @@ class Vectorised:
         self.losses = losses_of(task)
         self.room: dict[tuple[str, int], Tensor] = {}
 
-    def block_size(self, cohort: int) -> int:
-        blocks = math.ceil(cohort / self.most)
+    def block_size(self, algorithm: Algorithm, cohort: int) -> int:
+        blocks = math.ceil(cohort / min(self.most, self.holds(algorithm)))
         if cohort >= SHARES * SMALLEST:
             blocks = SHARES * math.ceil(blocks / SHARES)
         return math.ceil(cohort / blocks)
@@ -73,6 +75,15 @@ class Vectorised:
         weights = self.task.flat.weights
         fit = _memory(weights.device) // (4 * VECTORS * weights.nbytes)
         return max(1, min(fit, CACHED // len(weights) if weights.device.type == "cpu" else fit))
+
+    def holds(self, algorithm: Algorithm) -> int:
+        """The state of so many clients fits a quarter of the memory, with room to work on it. It
+        may be far larger than their weights: the covariance matrix is."""
+        flat = self.task.flat
+        fields = algorithm.client_rule().fields(flat.layout).values()
+        numbers = sum(math.prod(field.shape) for field in fields)
+        needed = 4 * STATES * max(1, numbers) * flat.weights.itemsize
+        return max(1, _memory(flat.weights.device) // needed)
 
     def update(
         self, algorithm: Algorithm, server: Server, clients: Sequence[int], kept: Kept

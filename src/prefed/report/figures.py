@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from prefed.files import write_whole
-from prefed.report.curves import Chart
+from prefed.report.curves import COLOURS, Chart
 from prefed.sweep import Scored
 
 
@@ -26,6 +28,37 @@ def draw_chart(chart: Chart) -> Figure:
     if chart.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     if chart.log:
+        axes.set_yscale("log")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+@dataclass(frozen=True)
+class Line:
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    style: str = "-"
+    """Of matplotlib: "-" for what was measured, "--" for what was claimed, "o-" for points."""
+
+
+def draw_lines(
+    lines: Sequence[Line],
+    x_label: str,
+    y_label: str,
+    log_x: bool = False,
+    log_y: bool = True,
+    colours: int = len(COLOURS),
+) -> Figure:
+    """Any lines; the colours begin anew after so many, so that pairs can share one."""
+    figure, axes = _figure()
+    for i, line in enumerate(lines):
+        colour = COLOURS[i % colours % len(COLOURS)]
+        axes.plot(line.x, line.y, line.style, color=colour, label=line.label, lw=1.3, ms=4)
+    axes.set(xlabel=x_label, ylabel=y_label)
+    if log_x:
+        axes.set_xscale("log")
+    if log_y:
         axes.set_yscale("log")
     axes.legend(frameon=False, fontsize=8)
     return figure

@@ -49,7 +49,7 @@ def write_report(
     split = _split(runs[0])
     if split is not None:
         written += figures.save(split, folder / "split")
-    page = _template().render(
+    page = template("page.html").render(
         title=title,
         version=__version__,
         headings=[heading.format(target=f"{target:.0%}") for heading in HEADINGS],
@@ -58,19 +58,19 @@ def write_report(
         diverged=_diverged(groups),
         charts=shown,
         data=[asdict(chart) for chart in shown],
-        heat_map=_image(heat_map),
-        split=_image(split),
+        heat_map=image(heat_map),
+        split=image(split),
         configs=[(g.label, tomli_w.dumps(g.runs[0].config), _commands(g)) for g in groups],
         environment=runs[0].environment,
         command=shlex.join(["prefed", *sys.argv[1:]]),
-        style=_asset("style.css"),
-        script=_asset("charts.js"),
+        style=asset("style.css"),
+        script=asset("charts.js"),
     )
     write_whole(path, page)
     return written
 
 
-def _template() -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("prefed.report", "."),
         autoescape=True,
@@ -78,10 +78,10 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("page.html")
+    return environment.get_template(name)
 
 
-def _asset(name: str) -> Markup:
+def asset(name: str) -> Markup:
     return Markup(files("prefed.report").joinpath(name).read_text())
 
 
@@ -93,7 +93,7 @@ def _split(run: StoredRun) -> Figure | None:
         return None
 
 
-def _image(figure: Figure | None) -> str | None:
+def image(figure: Figure | None) -> str | None:
     if figure is None:
         return None
     return "data:image/png;base64," + base64.b64encode(figures.to_bytes(figure, "png")).decode()

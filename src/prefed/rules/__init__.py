@@ -3,8 +3,7 @@
 from prefed.rules.adagrad import AdaGrad
 from prefed.rules.adam import Adam, Yogi
 from prefed.rules.base import Field, Rule
-from prefed.rules.covariance import Covariance
-from prefed.rules.full import FullCovariance
+from prefed.rules.covariance import SHAPES, Covariance
 from prefed.rules.sgd import SGD
 
-__all__ = ["SGD", "AdaGrad", "Adam", "Covariance", "Field", "FullCovariance", "Rule", "Yogi"]
+__all__ = ["SGD", "SHAPES", "AdaGrad", "Adam", "Covariance", "Field", "Rule", "Yogi"]

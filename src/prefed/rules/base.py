@@ -51,6 +51,10 @@ class Rule(ABC):
         """The named state for weights of this layout."""
         return {}
 
+    def fit(self, layout: Layout) -> Rule:
+        """This rule for weights of this layout; element-wise rules need not know it."""
+        return self
+
     def begin(self, w: Tensor, state: State) -> None:
         """Called on a client before its first step of a round."""
 
@@ -64,6 +68,10 @@ class Rule(ABC):
     def preconditioner(self) -> tuple[str, float] | None:
         """For adaptive rules: the field under the root, and tau. Diagnostics read it."""
         return None
+
+    def diagonal(self, P: Tensor) -> Tensor:
+        """What that field of one holder says of each coordinate (d)."""
+        return P
 
     def fast(self, w: Tensor) -> Rule:
         """An equal rule in faster arithmetic for weights like `w`, or this one."""

@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 
 from prefed.layout import Layout
+from prefed.registry import Registry
 from prefed.rules.base import Field, Rule, State, accumulate, grow_mass, scratch
 
 Accumulate = Literal["ema", "sum"]
 
+SHAPES: Registry[type[Covariance]] = Registry("shape", "prefed.rules")
+"""What is kept of the covariance matrix."""
 
+
+@SHAPES.register("diagonal")
 @dataclass(frozen=True)
 class Covariance(Rule):
     """Algorithm 2 of the paper, line by line; P is the diagonal of the covariance.

@@ -2,51 +2,55 @@
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass
-from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from prefed.errors import PrefedError
-from prefed.layout import Layout
-from prefed.rules.base import Field, Rule, State
-from prefed.rules.covariance import Covariance
+from prefed.rules.covariance import SHAPES
+from prefed.rules.matrix import MatrixCovariance, inverse_roots
 
-LARGEST = 2048
-"""More parameters than this are refused: each step factorises a matrix of their square."""
+MATRICES = 10
+"""So many d x d matrices of 8 bytes are alive at a time: the server's P, a client's, the sum over
+clients, the root, and what the eigendecomposition works in."""
+LARGEST = 4096
+"""Whatever the memory: factorising a larger matrix takes minutes."""
 
 
+@SHAPES.register("full")
 @dataclass(frozen=True)
-class FullCovariance(Covariance):
-    """P is the d x d covariance; the step is (P^(1/2) + tau*I)^(-1) m.
+class FullCovariance(MatrixCovariance):
+    """P is the d x d covariance. On a diagonal P this is the diagonal rule."""
 
-    The root comes from an eigendecomposition in float64, anew in every step. On a diagonal P this
-    is the diagonal rule.
-    """
-
-    elementwise: ClassVar[bool] = False
-
-    def fields(self, layout: Layout) -> dict[str, Field]:
-        d = layout.size
-        if d > LARGEST:
+    def kept_shape(self) -> tuple[int, ...]:
+        assert self.layout is not None
+        d, most = self.layout.size, largest()
+        if d > most:
             raise PrefedError(
-                f'shape: "full" holds a {d} x {d} matrix and factorises it in every step; it is '
-                f'meant for at most {LARGEST} parameters. Use shape="diagonal"'
+                f'shape: "full" holds a {d} x {d} matrix and factorises it, in '
+                f"{MATRICES * 8 * d * d / 1e9:.1f} GB; here it takes at most {most} parameters. "
+                f'Use shape="kronecker", "block" or "diagonal"'
             )
-        return {"m": Field((d,)), "P": Field((d, d))} | self.masses()
+        return (d, d)
 
-    def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
-        m, P = state["m"], state["P"]
-        m.lerp_(g, 1 - self.beta1)
-        r = g - m
-        outer = r.unsqueeze(-1) * r.unsqueeze(-2)
-        P.lerp_(outer, 1 - self.beta2) if self.accumulate == "ema" else P.add_(outer)
-        u, P = self.corrected(g, state)
-        eigenvalues, V = torch.linalg.eigh(P.double())
-        root = eigenvalues.clamp_(min=0).sqrt_().add_(self.tau)
-        step = V @ ((V.mT @ u.double().unsqueeze(-1)) / root.unsqueeze(-1))
-        w.add_(step.squeeze(-1).to(w.dtype), alpha=-lr)
+    root_shape = kept_shape
 
-    def fast(self, w: Tensor) -> Rule:
-        return self
+    def add_outer(self, P: Tensor, r: Tensor, keep: float, take: float) -> None:
+        P.mul_(keep).addcmul_(r.unsqueeze(-1), r.unsqueeze(-2), value=take)
+
+    def derive(self, P: Tensor) -> Tensor:
+        return inverse_roots(P, self.tau)
+
+    def move(self, w: Tensor, root: Tensor, u: Tensor, lr: float) -> None:
+        w.sub_((root @ u.unsqueeze(-1)).squeeze(-1), alpha=lr)
+
+    def diagonal(self, P: Tensor) -> Tensor:
+        return P.diagonal()
+
+
+def largest() -> int:
+    """So many parameters: what half of this machine's memory holds, within reason."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(LARGEST, math.isqrt(memory // (2 * MATRICES * 8)))

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, PositiveFloat, PositiveInt
+
+from prefed.algorithms.base import Algorithm
+from prefed.algorithms.fedavg import Fraction
+from prefed.errors import PrefedError
+from prefed.rules import SHAPES, Covariance
+from prefed.rules.block import Blocks
+from prefed.rules.covariance import Accumulate
+
+
+def _known(name: str) -> str:
+    try:
+        SHAPES.get(name)
+    except PrefedError as error:
+        raise ValueError(str(error)) from None
+    return name
+
+
+Shape = Annotated[str, AfterValidator(_known)]
+
+
+class Preconditioned(Algorithm):
+    """What PreFed and PreFedOpt have in common: the options of the covariance rule."""
+
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.9
+    tau: PositiveFloat = 1e-3
+    accumulate: Accumulate = "ema"
+    bias_correction: bool = False
+    shape: Shape = "diagonal"
+    """What is kept of the covariance: "diagonal", "full", "block" or "kronecker"."""
+    refresh: PositiveInt = 1
+    """The inverse root of a matrix is derived anew in every so many steps (rounds on a server)."""
+    blocks: Blocks = "row"
+    """Of shape="block": one for each output "row", or one for each "tensor"."""
+    largest_side: PositiveInt = 256
+    """Of shape="kronecker": the factor of a longer side of a matrix is its diagonal."""
+
+    def covariance(self, step_with: Literal["m", "g"]) -> Covariance:
+        make = SHAPES.get(self.shape)
+        own: dict[str, Any] = {
+            "refresh": self.refresh,
+            "blocks": self.blocks,
+            "largest_side": self.largest_side,
+        }
+        return make(
+            self.beta1,
+            self.beta2,
+            self.tau,
+            self.accumulate,
+            step_with,
+            self.bias_correction,
+            **{name: value for name, value in own.items() if name in make.__dataclass_fields__},
+        )

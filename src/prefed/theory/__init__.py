@@ -1,0 +1,1 @@
+"""What the paper's theory assumes and claims, measured: constants, bounds and noise."""
