@@ -126,7 +126,7 @@ def read(source: str) -> dict[str, Any]:
         raise PrefedError(f"{source}: no such file or preset{did_you_mean(source, presets())}")
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers and nesting without end
         raise PrefedError(f"{source}: not valid TOML: {error}") from None
 
 
@@ -177,7 +177,7 @@ def _change(table: dict[str, Any], change: str) -> tuple[str, Any] | None:
         raise PrefedError(f"--set {change}: should have the form key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text.strip()
     *path, last = key.split(".")
     if not path and last not in Config.model_fields:

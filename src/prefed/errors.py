@@ -17,8 +17,9 @@ class PrefedError(ValueError):
 class Diverged(RuntimeError):
     """The training loss stopped being a finite number.
 
-    The global state is still the one before the round that failed; `history` holds the
-    rounds up to and including the failed one.
+    Or the weights did. The global state is still the one before the round that failed, unless it
+    was the server's own step that overflowed; `history` holds the rounds up to and including the
+    failed one.
     """
 
     def __init__(self, message: str, history: list[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefed.errors import PrefedError
-from prefed.files import is_locked
+from prefed.files import is_locked, read_whole
 from prefed.runs import read_config
 from prefed.simulation import Record
 
@@ -36,7 +36,7 @@ class StoredRun:
     @property
     def status(self) -> str:
         """finished, diverged, running, or interrupted (and can be resumed)."""
-        if self.history and self.history[-1].get("train_loss") is None:
+        if self.history and _diverged(self.history[-1]):
             return "diverged"
         if (self.folder / "model.safetensors").exists():
             return "finished"
@@ -56,21 +56,48 @@ class StoredRun:
         return float(sum(record[key] for record in self.history[:rounds]))
 
 
+def _diverged(last: Record) -> bool:
+    """A round that was skipped has no loss either."""
+    return "diverged" in last or (last.get("train_loss") is None and not last.get("skipped"))
+
+
 def load_run(folder: Path) -> StoredRun:
     run = StoredRun(folder, read_config(folder))
     path = folder / "rounds.jsonl"
-    for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), 1):
+    if not isinstance(run.config.get("algorithm"), dict) or "name" not in run.config["algorithm"]:
+        raise PrefedError(f"{folder / 'config.toml'}: names no algorithm")
+    if not isinstance(run.config.get("seed", 0), int):
+        raise PrefedError(f"{folder / 'config.toml'}: seed: should be a whole number")
+    for number, line in enumerate(_lines(path), 1):
         try:
-            run.history.append(json.loads(line))
-        except ValueError:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
             break  # the last line of a run that was killed while writing it
-        if not isinstance(run.history[-1], dict):
+        if not isinstance(record, dict) or not all(_number(record.get(k)) for k in NUMBERS):
             raise PrefedError(f"{path}:{number}: not a record of a round")
+        run.history.append(record)
     try:
-        run.environment = json.loads((folder / "environment.json").read_text())
-    except (OSError, ValueError):
-        run.environment = {}
+        about = json.loads(read_whole(folder / "environment.json"))
+    except (OSError, ValueError, RecursionError):
+        about = {}
+    run.environment = about if isinstance(about, dict) else {}
     return run
+
+
+NUMBERS = ("round", "bytes_up", "bytes_down", "seconds")
+"""What every record has."""
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _lines(path: Path) -> list[str]:
+    """Those of rounds.jsonl; a byte that is no text makes its line unreadable, and no other."""
+    try:
+        return read_whole(path).decode(errors="replace").splitlines() if path.exists() else []
+    except OSError as error:
+        raise PrefedError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def load_runs(*folders: str | Path) -> list[StoredRun]:

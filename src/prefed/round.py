@@ -184,18 +184,24 @@ def check_sharing(algorithm: Algorithm, layout: Layout) -> None:
             )
 
 
-def traffic(algorithm: Algorithm, server: Server, clients: int, steps: int) -> dict[str, int]:
-    """Exact bytes of a round, over all its clients, split into weights and optimiser state."""
+def traffic(
+    algorithm: Algorithm, server: Server, clients: int, steps: int, answers: int | None = None
+) -> dict[str, int]:
+    """Exact bytes of a round, over all its clients, split into weights and optimiser state.
+
+    answers is how many of the clients sent something back: all of them unless told.
+    """
+    answers = clients if answers is None else answers
     weights = server.weights.nbytes + server.buffers.nbytes
     up = down = sum(value.nbytes for value in server.shared.values())
     if algorithm.client_rule().lockstep:  # a gradient up and the mean gradient down in each step
         down += steps * server.weights.nbytes
         up += steps * server.weights.nbytes
     return {
-        "bytes_up": clients * (weights + up),
+        "bytes_up": answers * (weights + up),
         "bytes_down": clients * (weights + down),
-        "bytes_up_weights": clients * weights,
-        "bytes_up_state": clients * up,
+        "bytes_up_weights": answers * weights,
+        "bytes_up_state": answers * up,
         "bytes_down_weights": clients * weights,
         "bytes_down_state": clients * down,
     }

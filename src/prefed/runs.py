@@ -32,7 +32,7 @@ from prefed import __version__, checkpoints, distributed
 from prefed.config import Config
 from prefed.engines.auto import Choice
 from prefed.errors import CannotWrite, Diverged, Interrupted, PrefedError
-from prefed.files import lock, remove_leftovers, write_whole
+from prefed.files import lock, read_whole, remove_leftovers, write_whole
 from prefed.simulation import Callback, Record, Result, Simulation
 
 SECONDS_BETWEEN = 10.0
@@ -93,6 +93,8 @@ def _loop(
                 record = simulation.run_round()
             except Diverged:
                 if directory:
+                    if simulation.server.round < len(simulation.history):
+                        directory.checkpoint(simulation)  # the state before the blow-up
                     directory.append(simulation.history[-1])
                 raise
             if directory:
@@ -154,7 +156,7 @@ class RunDirectory:
             folder.mkdir(parents=True, exist_ok=True)
             return cls(folder, config, is_new=not existing.exists())
         except OSError as error:
-            raise PrefedError(f"{folder}: cannot be written: {error}") from None
+            raise CannotWrite(f"{folder}: cannot be written: {error.strerror or error}") from error
 
     def close(self) -> None:
         self._lock.close()
@@ -173,8 +175,13 @@ class RunDirectory:
         remove_leftovers(self.folder)
         saved = checkpoints.load(self.folder / "checkpoints", self.fingerprint)
         self._saved, self._lines = saved.round, saved.rounds.splitlines()
-        simulation.choice = Choice.parse(saved.engine)
-        simulation.restore(saved.tensors, [json.loads(line) for line in self._lines])
+        try:
+            simulation.choice = Choice.parse(saved.engine)
+            simulation.restore(saved.tensors, [json.loads(line) for line in self._lines])
+        except (ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+            raise PrefedError(
+                f"{self.folder}: its checkpoint is not of this run: {error}"
+            ) from None
         with self._writing():
             write_whole(self.folder / "rounds.jsonl", saved.rounds)  # forget what came after
         self._due = time.monotonic() + SECONDS_BETWEEN
@@ -223,8 +230,8 @@ class RunDirectory:
 
 def read_config(folder: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads((folder / "config.toml").read_text())
-    except (OSError, ValueError) as error:
+        return tomllib.loads(read_whole(folder / "config.toml").decode())
+    except (OSError, ValueError, RecursionError) as error:
         raise PrefedError(f"{folder / 'config.toml'}: cannot be read: {error}") from None
 
 
