@@ -115,6 +115,8 @@ def _read(path: Path, run: str) -> Checkpoint:
                 raise _Damaged(f"{name} is damaged")
         tensors = safetensors.torch.load(contents["state.safetensors"])
         lines = contents["rounds.jsonl"].decode()
+        if lines.count("\n") != manifest["round"]:
+            raise _Damaged("rounds.jsonl is of another round")
         return Checkpoint(manifest["round"], tensors, lines, str(manifest["engine"]))
     except (
         OSError,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefed.errors import PrefedError
 from prefed.files import is_locked, read_whole
-from prefed.runs import read_config
+from prefed.runs import NotARecord, from_json, read_config
 from prefed.simulation import Record
 
 if TYPE_CHECKING:
@@ -64,32 +64,26 @@ def _diverged(last: Record) -> bool:
 def load_run(folder: Path) -> StoredRun:
     run = StoredRun(folder, read_config(folder))
     path = folder / "rounds.jsonl"
-    if not isinstance(run.config.get("algorithm"), dict) or "name" not in run.config["algorithm"]:
+    algorithm = run.config.get("algorithm")
+    if not isinstance(algorithm, dict) or not isinstance(algorithm.get("name"), str):
         raise PrefedError(f"{folder / 'config.toml'}: names no algorithm")
-    if not isinstance(run.config.get("seed", 0), int):
-        raise PrefedError(f"{folder / 'config.toml'}: seed: should be a whole number")
+    if not isinstance(run.config.get("rounds"), int) or not isinstance(
+        run.config.get("seed", 0), int
+    ):
+        raise PrefedError(f"{folder / 'config.toml'}: seed, rounds: should be whole numbers")
     for number, line in enumerate(_lines(path), 1):
         try:
-            record = json.loads(line)
+            run.history.append(from_json(line))
+        except NotARecord:
+            raise PrefedError(f"{path}:{number}: not a record of a round") from None
         except (ValueError, RecursionError):
             break  # the last line of a run that was killed while writing it
-        if not isinstance(record, dict) or not all(_number(record.get(k)) for k in NUMBERS):
-            raise PrefedError(f"{path}:{number}: not a record of a round")
-        run.history.append(record)
     try:
         about = json.loads(read_whole(folder / "environment.json"))
     except (OSError, ValueError, RecursionError):
         about = {}
     run.environment = about if isinstance(about, dict) else {}
     return run
-
-
-NUMBERS = ("round", "bytes_up", "bytes_down", "seconds")
-"""What every record has."""
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _lines(path: Path) -> list[str]:

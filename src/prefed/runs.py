@@ -17,7 +17,6 @@ import platform
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,10 +28,10 @@ import tomli_w
 import torch
 
 from prefed import __version__, checkpoints, distributed
-from prefed.config import Config
+from prefed.config import Config, read_toml
 from prefed.engines.auto import Choice
 from prefed.errors import CannotWrite, Diverged, Interrupted, PrefedError
-from prefed.files import lock, read_whole, remove_leftovers, write_whole
+from prefed.files import lock, remove_leftovers, write_whole
 from prefed.simulation import Callback, Record, Result, Simulation
 
 SECONDS_BETWEEN = 10.0
@@ -75,7 +74,7 @@ def _follow_first_rank(simulation: Simulation) -> None:
     if lines := distributed.agree("\n".join(to_json(r) for r in simulation.history)):
         tensors = distributed.agree_on(simulation.snapshot())
         if distributed.rank() > 0:
-            simulation.restore(tensors, [json.loads(line) for line in lines.splitlines()])
+            simulation.restore(tensors, [from_json(line) for line in lines.splitlines()])
 
 
 def _loop(
@@ -177,7 +176,7 @@ class RunDirectory:
         self._saved, self._lines = saved.round, saved.rounds.splitlines()
         try:
             simulation.choice = Choice.parse(saved.engine)
-            simulation.restore(saved.tensors, [json.loads(line) for line in self._lines])
+            simulation.restore(saved.tensors, [from_json(line) for line in self._lines])
         except (ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
             raise PrefedError(
                 f"{self.folder}: its checkpoint is not of this run: {error}"
@@ -229,10 +228,7 @@ class RunDirectory:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(read_whole(folder / "config.toml").decode())
-    except (OSError, ValueError, RecursionError) as error:
-        raise PrefedError(f"{folder / 'config.toml'}: cannot be read: {error}") from None
+    return read_toml(folder / "config.toml")
 
 
 def diff(there: dict[str, Any], here: dict[str, Any], path: str = "") -> list[str]:
@@ -256,6 +252,25 @@ def _visible(folder: Path) -> list[Path]:
 def to_json(record: Record) -> str:
     """One line of JSON; numbers that are not finite, which JSON does not have, become null."""
     return json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
+
+
+NUMBERS = ("round", "bytes_up", "bytes_down", "seconds")
+"""What every record has; any other number may be null, or missing."""
+KINDS: dict[str, Any] = {"diverged": str, "cohort": list, "dropped": list, "left_out": list}
+
+
+class NotARecord(ValueError):
+    """JSON, but not what is known of a round."""
+
+
+def from_json(line: str) -> Record:
+    """The record that a line holds, whoever wrote the line."""
+    record = json.loads(line)
+    if not isinstance(record, dict) or any(record.get(key) is None for key in NUMBERS):
+        raise NotARecord(line[:80])
+    if not all(isinstance(v, KINDS.get(k, int | float | None)) for k, v in record.items()):
+        raise NotARecord(line[:80])
+    return record
 
 
 def _finite(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """Try every fault and print one table: fault, times tried, survived, lost.
 
-    python -m tests.faults                       everything, two faults at a time
-    python -m tests.faults --quick kill disk     a small part of two modules
-    python -m tests.faults --share 0.1           a tenth of everything
+python -m tests.faults                       everything, two faults at a time
+python -m tests.faults --quick kill disk     a small part of two modules
+python -m tests.faults --share 0.1           a tenth of everything
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import logging
 import os
 import pkgutil
 import random
@@ -19,6 +20,7 @@ import time
 import traceback
 import warnings
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,6 +30,7 @@ from prefed import ALGORITHMS, DATASETS, ENGINES, MODELS, SPLITS
 from prefed.cli import interrupt, progress  # noqa: F401  imported here once for all children
 from tests.faults.trials import FAULTS, CannotTry, Fault
 
+logging.getLogger("prefed").addHandler(logging.NullHandler())
 LANES = 2
 
 
@@ -42,7 +45,7 @@ def main() -> int:
         if module.name.rpartition(".")[2] not in ("__main__", "protections"):
             importlib.import_module(module.name)
     for registry in (ALGORITHMS, DATASETS, ENGINES, MODELS, SPLITS):
-        registry.names()  # type: ignore[attr-defined]
+        registry.names()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     chosen = {
@@ -55,10 +58,10 @@ def main() -> int:
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         run_all(chosen, arguments, Path(folder))
-        rows = [read(Path(folder) / name, fault) for name, fault in chosen.items()]
+        rows = [Row.read(Path(folder) / name, fault) for name, fault in chosen.items()]
     print_table(rows)
-    lost = sum(row["lost"] for row in rows)
-    print(f"lost {lost} of {sum(row['tried'] for row in rows)} "
+    lost = sum(row.lost for row in rows)
+    print(f"lost {lost} of {sum(row.tried for row in rows)} "
           f"in {(time.monotonic() - begin) / 60:.1f} minutes")  # fmt: skip
     return 1 if lost else 0
 
@@ -101,28 +104,32 @@ def try_it(name: str, fault: Fault, times: int, seed: int, note: Path) -> None:
         print(json.dumps({"seconds": time.monotonic() - begin}), file=file)
 
 
-def read(note: Path, fault: Fault) -> dict[str, object]:  # type: ignore[explicit-any,unused-ignore]
-    lines = [json.loads(line) for line in note.read_text().splitlines()]
-    problems = [line["problem"] for line in lines if "problem" in line]
-    seconds = [line["seconds"] for line in lines if "seconds" in line]
-    skipped = next((line["skipped"] for line in lines if "skipped" in line), "")
-    if not seconds:
-        problems.append("it died")
-    lost = sum(map(bool, problems))
-    return {
-        "title": fault.title, "tried": len(problems), "lost": lost,
-        "seconds": sum(seconds), "skipped": skipped,
-    }  # fmt: skip
+@dataclass(frozen=True)
+class Row:
+    title: str
+    tried: int
+    lost: int
+    seconds: float
+    skipped: str
+
+    @classmethod
+    def read(cls, note: Path, fault: Fault) -> Row:
+        lines = [json.loads(line) for line in note.read_text().splitlines()]
+        problems = [line["problem"] for line in lines if "problem" in line]
+        seconds = [line["seconds"] for line in lines if "seconds" in line]
+        if not seconds:
+            problems.append("it died")
+        reason = next((line["skipped"] for line in lines if "skipped" in line), "")
+        return cls(fault.title, len(problems), sum(map(bool, problems)), sum(seconds), reason)
 
 
-def print_table(rows: list[dict[str, object]]) -> None:
-    width = max(len(str(row["title"])) for row in rows)
+def print_table(rows: list[Row]) -> None:
+    width = max(len(row.title) for row in rows)
     print(f"{'fault':<{width}}   tried  survived  lost  seconds")
     for row in rows:
-        tried, lost = int(str(row["tried"])), int(str(row["lost"]))
-        more = f"  skipped: {row['skipped']}" if row["skipped"] else ""
-        print(f"{row['title']:<{width}}  {tried:>6}  {tried - lost:>8}  {lost:>4}  "
-              f"{float(str(row['seconds'])):>7.0f}{more}")  # fmt: skip
+        skipped = f"  skipped: {row.skipped}" if row.skipped else ""
+        print(f"{row.title:<{width}}  {row.tried:>6}  {row.tried - row.lost:>8}  {row.lost:>4}  "
+              f"{row.seconds:>7.0f}{skipped}")  # fmt: skip
 
 
 if __name__ == "__main__":

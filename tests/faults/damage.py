@@ -41,9 +41,7 @@ def stopped(root: Path) -> Stopped:
     for name, seed in (("run", 0), ("other", 1)):
         answers = iter([False] * 4 + [True])
         try:
-            execute(
-                config.model_copy(update={"seed": seed}), root / name, stop=answers.__next__
-            )
+            execute(config.model_copy(update={"seed": seed}), root / name, stop=answers.__next__)
         except prefed.Interrupted:
             continue
         raise AssertionError("it was not stopped")

@@ -45,7 +45,9 @@ def stop(times: int, rng: random.Random) -> Iterator[str]:
                 round, tensors = newest(root / "run")
                 sound = is_finite(tensors)
                 exact = round == int(told[1]) - 1 or (side == "server_lr" and not trial % 2)
-                yield "" if sound and exact else f"{changes}: checkpoint of round {round}, {told[0]}"
+                yield (
+                    "" if sound and exact else f"{changes}: checkpoint of round {round}, {told[0]}"
+                )
             shutil.rmtree(root / "run")
 
 
