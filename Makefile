@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv demo test check format bench faults clean
+.PHONY: help venv demo test check format bench faults protections clean
 
 help:
 	@echo "make demo    compare seven algorithms on 8x8 digits (about a minute after set-up)"
 	@echo "make test    run the tests"
-	@echo "make check   ruff and mypy --strict"
-	@echo "make faults  kill -9 at 1000 random moments, resume each"
+	@echo "make check   ruff, mypy --strict, and known holes in dependencies"
+	@echo "make faults  kill, damage, fill, stop and fuzz: one table of what was lost (30 minutes)"
+	@echo "make protections  take each protection out and see the fault suite notice"
 	@echo "make bench   the cost of a PreFed step against torch's fused Adam"
 
 venv: $(READY)
@@ -31,6 +32,7 @@ check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src/prefed tests
+	$(BIN)/python scripts/audit.py
 
 format: venv
 	$(BIN)/ruff check --fix .
@@ -40,7 +42,10 @@ bench: venv
 	$(BIN)/python bench/step.py
 
 faults: venv
-	$(BIN)/python tests/faults/kill.py --trials 1000
+	$(BIN)/python -m tests.faults
+
+protections: venv
+	$(BIN)/python -m tests.faults.protections
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -97,7 +97,14 @@ class Config(Settings):
         wanted = inspect.signature(build).parameters
         with torch.random.fork_rng():
             torch.manual_seed(draws.torch_seed(self.seed, "weights"))
-            model = build(**{k: v for k, v in given.items() if k in wanted}, **self.model.options)
+            options = {k: v for k, v in given.items() if k in wanted} | self.model.options
+            try:
+                model = build(**options)
+            except (RuntimeError, TypeError, ValueError) as error:
+                if ":" in self.model.name:
+                    raise  # a thing of the user's: they will want to see where
+                what = str(error).partition("\n")[0]
+                raise PrefedError(f"model: {self.model.name} cannot be built so: {what}") from error
         return Simulation(self.make_algorithm(), model, data, self.settings())
 
     def to_dict(self) -> dict[str, Any]:

@@ -225,7 +225,8 @@ class Simulation:
                 distributed.agree(str(decide(cohort, self.kept)) if first else "")
             )
         if self.engine is None:
-            self.engine = Pool(self.choice.engine, self.choice.workers, task, data, settings)
+            workers = min(self.choice.workers, len(cohort))  # more would have nothing to do
+            self.engine = Pool(self.choice.engine, workers, task, data, settings)
         return self.engine
 
     def evaluate(self) -> Record:

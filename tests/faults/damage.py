@@ -144,8 +144,9 @@ def mistaken(other: Path) -> dict[str, Damage]:
         )
         cases[f"no {name}"] = lambda c, n=name: (c / "000005" / n).unlink()  # type: ignore[misc]
         cases[f"a directory for {name}"] = partial(_directory, name=name)
-    cases["a checkpoint of another run"] = lambda c: shutil.copytree(
-        foreign / "000005", c / "000006"
+    cases["a checkpoint of another run"] = lambda c: (
+        shutil.rmtree(c / "000005"),
+        shutil.copytree(foreign / "000005", c / "000005"),
     )
     cases["an empty checkpoint"] = lambda c: (c / "000006").mkdir()
     cases["a checkpoint under another name"] = lambda c: (c / "000005").rename(c / "000007")

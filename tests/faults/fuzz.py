@@ -189,6 +189,29 @@ def _is_small(value: Any) -> bool:
     return not isinstance(value, int) or abs(value) < 1000
 
 
+HUGE = (
+    "model.hidden=[1000000000]", "model.hidden=[1000000000000000000]",
+    "model.hidden=[99999999999999999999]", "data.split.clients=1000000000",
+    "batch_size=1000000000000", "clients_per_round=1000000000", "workers=100000",
+    "local_steps=1000000000000", "data.split.alpha=1e-300", "data.split.alpha=1e300",
+    "seed=9223372036854775807", "seed=9223372036854775808", "client_lr=1e308", "tau=1e308",
+)  # fmt: skip
+
+
+@fault("config with huge numbers, run", times=14, quick=14, seconds=10)
+def huge(times: int, rng: random.Random) -> Iterator[str]:
+    with scratch() as root:
+        for change in HUGE:
+            words = ["run", "digits-noniid", "--set", "rounds=1", "--set", "local_steps=1"]
+            try:
+                with limits():
+                    command_line([*words, "--set", change, "--out", str(root / "run")])
+                yield ""
+            except BaseException as error:
+                yield f"{change}: {told(error)}"
+            shutil.rmtree(root / "run", ignore_errors=True)
+
+
 NEARLY = st.sampled_from([
     b"", b"\xff\xfe", b"[" * 100_000, b"a = " + b"[" * 100_000, b"a." * 20_000 + b"b = 1",
     b"rounds = " + b"9" * 5_000, b"rounds = 1e999", b"seed = 0x" + b"f" * 5_000,
@@ -281,7 +304,7 @@ def run_directories(times: int, rng: random.Random) -> Iterator[str]:
         yield from fuzz(times, st.sampled_from(names).flatmap(content), check)
 
 
-@fault("fuzz: run directories, in reports", times=60, quick=3, seconds=120)
+@fault("fuzz: run directories, in reports", times=60, quick=2, seconds=120)
 def reports(times: int, rng: random.Random) -> Iterator[str]:
     with scratch() as root:
         _, folder, _ = directory_files(root)

@@ -151,3 +151,24 @@ def pickles(times: int, rng: random.Random) -> Iterator[str]:
                     shutil.rmtree(mark, ignore_errors=True)
                 else:
                     yield ""
+
+
+@fault("code named in a stranger's run directory", times=2, quick=2, seconds=10)
+def strangers(times: int, rng: random.Random) -> Iterator[str]:
+    """Listing and reporting runs imports nothing that they name."""
+    with scratch() as root:
+        run = stopped(root)
+        mark = root / "imported"
+        (root / "stranger.py").write_text(f"import os\nos.mkdir({str(mark)!r})\n")
+        path = run.folder / "config.toml"
+        text = path.read_text().replace('name = "scaffold"', 'name = "stranger:thing"')
+        path.write_text(text.replace('name = "mlp"', 'name = "stranger:model"'))
+        report = ["report", str(run.folder), "-o", str(root / "report.html")]
+        for words in (["runs", str(run.folder)], report):
+            child = start(words, root / "log", lambda: os.chdir(root))
+            code = child.wait()
+            yield f"{words[0]}: exit {code}: {child.text()}" if code or mark.exists() else ""
+        mine = start(["validate", str(path)], root / "log", lambda: os.chdir(root))
+        mine.wait()
+        if not mark.exists():
+            raise AssertionError("the stranger's module does nothing when it is imported")

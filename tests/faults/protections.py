@@ -189,9 +189,10 @@ PROTECTIONS = [
     ),
     protection(
         "nothing is kept from round to round", "load.rounds",
-        ("simulation.py", "        found = self._train(answers) if",
+        ("simulation.py", "        self._engine(cohort)\n        answers",
+         "        self._engine(cohort)\n"
          '        self.__dict__.setdefault("leak", []).append(self.server.weights.clone())\n'
-         "        found = self._train(answers) if"),
+         "        answers"),
     ),
     protection(
         "files are closed", "load.rounds",

@@ -40,6 +40,10 @@ def main() -> None:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         code, text = 1, f"error: {where}{error.strerror or error}"
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+            raise
+        code, text = 1, f"error: not enough memory: {error}"
     finally:  # it is over: one more Ctrl-C must not turn the exit code into a traceback
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
