@@ -144,13 +144,15 @@ def mistaken(other: Path) -> dict[str, Damage]:
         )
         cases[f"no {name}"] = lambda c, n=name: (c / "000005" / n).unlink()  # type: ignore[misc]
         cases[f"a directory for {name}"] = partial(_directory, name=name)
-    cases["a checkpoint of another run"] = lambda c: (
-        shutil.rmtree(c / "000005"),
-        shutil.copytree(foreign / "000005", c / "000005"),
-    )
+    cases["a checkpoint of another run"] = partial(_replace, by=foreign / "000005")
     cases["an empty checkpoint"] = lambda c: (c / "000006").mkdir()
     cases["a checkpoint under another name"] = lambda c: (c / "000005").rename(c / "000007")
     return cases
+
+
+def _replace(checkpoints: Path, by: Path) -> None:
+    shutil.rmtree(checkpoints / "000005")
+    shutil.copytree(by, checkpoints / "000005")
 
 
 def _directory(checkpoints: Path, name: str) -> None:

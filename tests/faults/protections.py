@@ -188,6 +188,10 @@ PROTECTIONS = [
          "    import socket\n    socket.getaddrinfo('localhost', 80)\n    git = subprocess.run("),
     ),
     protection(
+        "a report imports nothing that a run names", "proofs.strangers",
+        ("report/page.py", 'if any(isinstance(name, str) and ":" in name for name in names):', "if False:"),
+    ),
+    protection(
         "nothing is kept from round to round", "load.rounds",
         ("simulation.py", "        self._engine(cohort)\n        answers",
          "        self._engine(cohort)\n"
