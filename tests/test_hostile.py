@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import zipfile
 from pathlib import Path
@@ -49,6 +50,10 @@ def test_a_number_too_long_to_print(tmp_path: Path) -> None:
 def test_tuned_values_are_tables() -> None:
     with pytest.raises(prefed.PrefedError, match="tuned: should hold tables"):
         load({"algorithm": "prefed", "tuned": {"prefed": False}})
+
+
+def test_a_schedule_that_grows_without_end() -> None:
+    assert prefed.schedule.at(prefed.schedule.step(1.0, decay=1e300, every=1), 9) == math.inf
 
 
 def test_a_model_that_cannot_be_built() -> None:

@@ -137,6 +137,11 @@ class Simulation:
         if len(answers) < len(cohort):
             record["dropped"] = sorted({*cohort} - {*answers})
         self.history.append(record)
+        if (
+            max(record["client_lr"], record["server_lr"])
+            > torch.finfo(self.server.weights.dtype).max
+        ):
+            raise self._diverged(record, start, "a step size is not finite")
 
         found = self._train(answers) if len(answers) >= settings.quorum else None
         if found and not found.is_finite() and settings.on_divergence == "continue":
@@ -145,12 +150,13 @@ class Simulation:
         if found:
             record["train_loss"] = found.loss
             if not found.is_finite():
-                raise self._diverged(record, start)
+                what = "weights are" if math.isfinite(found.loss) else "training loss is"
+                raise self._diverged(record, start, f"the {what} not finite")
             self.kept.update(found.kept)
             share = len(answers) / len(self.data)
             server_update(algorithm, self.server, found.values, settings.local_steps, share)
             if not self.server.weights.isfinite().all():
-                raise self._diverged(record, start)
+                raise self._diverged(record, start, "the weights are not finite")
         else:
             log.warning(
                 "round %d: %d answers, fewer than the quorum of %d; the model stays as it was",
@@ -282,17 +288,14 @@ class Simulation:
         self.task.flat.weights.copy_(self.server.weights)
         self.task.flat.write_buffers(self.server.buffers)
 
-    def _diverged(self, record: Record, start: float) -> Diverged:
-        record["seconds"] = time.perf_counter() - start
+    def _diverged(self, record: Record, start: float, what: str) -> Diverged:
+        record |= {"diverged": what, "seconds": time.perf_counter() - start}
         rates = f"client_lr (now {record['client_lr']:g})"
         if self.algorithm.server_lr != 1.0:
             rates += f" or server_lr (now {record['server_lr']:g})"
-        loss = record["train_loss"]
-        what = "weights are" if math.isfinite(loss) else "training loss is"
-        record["diverged"] = f"the {what} not finite"
         text = (
-            f"round {record['round']}: {record['diverged']} (loss {loss:g}). Lower {rates}, or set "
-            f"clip_norm. The state before this round is kept"
+            f"round {record['round']}: {what} (loss {record['train_loss']:g}). Lower {rates}, "
+            f"or set clip_norm. The state before this round is kept"
         )
         return Diverged(text, self.history)
 

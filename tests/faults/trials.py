@@ -82,7 +82,7 @@ class Child:
     output: Path
     """What it printed, both streams."""
 
-    def wait(self, seconds: float = 120) -> int:
+    def wait(self, seconds: float = 300) -> int:
         """Its exit code; one that does not end is killed, and that is told."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

@@ -163,13 +163,13 @@ def job(times: int, rng: random.Random) -> Iterator[str]:
             time.sleep(rng.uniform(0, 0.2))
             for pid in children(child.pid)[:1]:
                 os.kill(pid, signal.SIGKILL)
-            code, text = child.wait(PATIENCE), child.text()
+            code, text = child.wait(), child.text()
             again = start(words, root / "log")
             if code != 1 or "its worker process died" not in text or "Traceback" in text:
                 yield f"exit {code}: {text[-600:]}"
             elif text.count("finished") != 3:
                 yield f"the other runs were not finished: {text[-600:]}"
-            elif again.wait(PATIENCE):
+            elif again.wait():
                 yield f"it did not go on: {again.text()[-400:]}"
             else:
                 left = orphans()
