@@ -49,7 +49,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def orphans(grace: float = 3.0) -> list[str]:
+def orphans(grace: float = 15.0) -> list[str]:
     """The processes that are still there some seconds after all should be over; they are ended."""
     deadline = time.monotonic() + grace
     while True:
