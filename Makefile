@@ -4,14 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv demo test check format docs bench bench-peers study-upload faults clean
+.PHONY: help venv demo test check format docs bench bench-peers study-upload faults protections clean
 
 help:
 	@echo "make demo    compare seven algorithms on 8x8 digits (about a minute after set-up)"
 	@echo "make test    run the tests"
-	@echo "make check   ruff and mypy --strict"
+	@echo "make check   ruff, mypy --strict, and known holes in dependencies"
 	@echo "make docs    the documentation site, into build/docs"
-	@echo "make faults  kill -9 at 1000 random moments, resume each"
+	@echo "make faults  kill, damage, fill, stop and fuzz: one table of what was lost (30 minutes)"
+	@echo "make protections  take each protection out and see the fault suite notice"
 	@echo "make bench   this machine: a PreFed step against torch's Adam, rounds against bare loops,"
 	@echo "             a thousand to a million clients, two ranks against one, codecs"
 	@echo "make bench-peers  prefed against pfl, Flower and fedjax, each in an environment of its own"
@@ -35,6 +36,7 @@ check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src/prefed tests
+	$(BIN)/python scripts/audit.py
 
 format: venv
 	$(BIN)/ruff check --fix .
@@ -58,7 +60,10 @@ study-upload: venv
 	$(BIN)/python scripts/study_upload.py cifar10 --workers 2
 
 faults: venv
-	$(BIN)/python tests/faults/kill.py --trials 1000
+	$(BIN)/python -m tests.faults
+
+protections: venv
+	$(BIN)/python -m tests.faults.protections
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

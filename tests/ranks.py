@@ -12,6 +12,7 @@ import torch
 import prefed
 from prefed import distributed
 from tests.problems import tiny_data, tiny_model
+from tests.test_clients_lost import BAD, rounds
 
 RUNS: dict[str, dict[str, Any]] = {
     "scaffold": {"engine": "sequential", "weighting": "samples", "clients_per_round": 5},
@@ -20,6 +21,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "prefed+topk": {"engine": "vectorised", "clients_per_round": 3},
     "prefedsync": {"engine": "vectorised", "clients_per_round": 2},
     "fedavg": {"engine": "auto", "clients_per_round": 2},
+    "fedadam": {"engine": "sequential", "clients_per_round": 5, "dropout": 0.4, "quorum": 2},
 }
 MORE: dict[str, dict[str, Any]] = {
     "": {},
@@ -43,6 +45,10 @@ def weights() -> dict[str, torch.Tensor]:
                 os._exit(3)
         results[name + more] = simulation.server.weights
         results[f"{name + more}.loss"] = torch.tensor(record["train_loss"], dtype=torch.float64)
+    for engine in ("sequential", "vectorised"):  # with a client that is left out
+        simulation = rounds("scaffold", 3, engine=engine, on_divergence="continue")
+        assert [record["left_out"] for record in simulation.history] == [[BAD]] * 3
+        results[f"left out, {engine}"] = simulation.server.weights
     return results
 
 

@@ -24,9 +24,10 @@ import safetensors.torch
 from torch import Tensor
 
 from prefed.errors import PrefedError
-from prefed.files import sync, write_whole
+from prefed.files import read_whole, sync, write_whole
 
 KEPT = 2
+FILES = ("state.safetensors", "rounds.jsonl")
 
 
 class CheckpointWarning(UserWarning):
@@ -48,10 +49,8 @@ def save(folder: Path, run: str, checkpoint: Checkpoint) -> None:
     final = folder / f"{checkpoint.round:06d}"
     draft = folder / f".draft-{checkpoint.round:06d}"
     _new(draft).mkdir(parents=True)
-    contents = {
-        "state.safetensors": safetensors.torch.save(checkpoint.tensors),
-        "rounds.jsonl": checkpoint.rounds.encode(),
-    }
+    written = (safetensors.torch.save(checkpoint.tensors), checkpoint.rounds.encode())
+    contents = dict(zip(FILES, written, strict=True))
     for name, content in contents.items():
         write_whole(draft / name, content)
     manifest = {
@@ -102,25 +101,30 @@ class _Damaged(Exception):
 
 def _read(path: Path, run: str) -> Checkpoint:
     try:
-        manifest: dict[str, Any] = json.loads((path / "manifest.json").read_bytes())
+        manifest: dict[str, Any] = json.loads(read_whole(path / "manifest.json"))
         stated = manifest.pop("manifest_sha256")
         if stated != _sha256(_canonical(manifest)):
             raise _Damaged("its manifest is damaged")
         if manifest["run"] != run:
             raise _Damaged("it belongs to another run")
-        contents = {name: (path / name).read_bytes() for name in manifest["sha256"]}
+        if manifest["round"] != int(path.name):
+            raise _Damaged(f"it is the one of round {manifest['round']}")
+        contents = {name: read_whole(path / name) for name in FILES}
         for name, content in contents.items():
             if _sha256(content) != manifest["sha256"][name]:
                 raise _Damaged(f"{name} is damaged")
         tensors = safetensors.torch.load(contents["state.safetensors"])
         lines = contents["rounds.jsonl"].decode()
-        return Checkpoint(manifest["round"], tensors, lines, manifest["engine"])
+        if lines.count("\n") != manifest["round"]:
+            raise _Damaged("rounds.jsonl is of another round")
+        return Checkpoint(manifest["round"], tensors, lines, str(manifest["engine"]))
     except (
         OSError,
         ValueError,
         KeyError,
         TypeError,
         AttributeError,
+        RecursionError,
         safetensors.SafetensorError,
     ) as e:
         raise _Damaged(f"it cannot be read ({type(e).__name__}: {e})") from None
@@ -132,7 +136,9 @@ def _new(path: Path) -> Path:
 
 
 def _complete(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.glob("[0-9]*") if p.is_dir())
+    """By number: after round 999,999 names grow longer."""
+    found = (p for p in folder.glob("[0-9]*") if p.name.isdecimal() and p.is_dir())
+    return sorted(found, key=lambda p: int(p.name))
 
 
 def _sha256(content: bytes) -> str:

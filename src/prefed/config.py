@@ -38,6 +38,7 @@ from prefed.algorithms import ALGORITHMS, Algorithm
 from prefed.data import FederatedData
 from prefed.data.registry import DATASETS, GIVEN_TO_SPLITS, SPLITS, Dataset, partition
 from prefed.errors import PrefedError, did_you_mean, explain
+from prefed.files import read_whole
 from prefed.models import MODELS
 from prefed.settings import Settings
 from prefed.simulation import Simulation
@@ -96,7 +97,14 @@ class Config(Settings):
         wanted = inspect.signature(build).parameters
         with torch.random.fork_rng():
             torch.manual_seed(draws.torch_seed(self.seed, "weights"))
-            model = build(**{k: v for k, v in given.items() if k in wanted}, **self.model.options)
+            options = {k: v for k, v in given.items() if k in wanted} | self.model.options
+            try:
+                model = build(**options)
+            except (RuntimeError, TypeError, ValueError) as error:
+                if ":" in self.model.name:
+                    raise  # a thing of the user's: they will want to see where
+                what = str(error).partition("\n")[0]
+                raise PrefedError(f"model: {self.model.name} cannot be built so: {what}") from error
         return Simulation(self.make_algorithm(), model, data, self.settings())
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,17 +125,29 @@ def read(source: str) -> dict[str, Any]:
     path = Path(source)
     if source in presets():
         text = files("prefed").joinpath("presets", f"{source}.toml").read_text()
-    elif path.is_file():
-        try:
-            text = path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise PrefedError(f"{source}: cannot be read: {error}") from None
-    else:
-        raise PrefedError(f"{source}: no such file or preset{did_you_mean(source, presets())}")
-    try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise PrefedError(f"{source}: not valid TOML: {error}") from None
+    if not path.is_file():
+        raise PrefedError(f"{source}: no such file or preset{did_you_mean(source, presets())}")
+    return read_toml(path)
+
+
+LONGEST_FILE, LONGEST_LINE = 1 << 18, 10_000
+"""Of a config, in characters: some that are longer take the parser for ever."""
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table in a file, whatever is in the file."""
+    try:
+        text = read_whole(path).decode()
+        if len(text) > LONGEST_FILE or any(len(line) > LONGEST_LINE for line in text.splitlines()):
+            raise PrefedError(f"{path}: is too long for a config")
+        return tomllib.loads(text)
+    except OSError as error:
+        raise PrefedError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except PrefedError:
+        raise
+    except (ValueError, RecursionError) as error:  # also numbers and nesting without end
+        raise PrefedError(f"{path}: not valid TOML: {error}") from None
 
 
 def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
@@ -139,8 +159,10 @@ def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
             table[name] = {"name": table[name]}
     bare = [_change(table, change) for change in changes]
     algorithm = table.get("algorithm")
-    if isinstance(algorithm, dict) and isinstance(tuned, dict):
-        table["algorithm"] = {**tuned.get(algorithm.get("name"), {}), **algorithm}
+    if not isinstance(tuned, dict) or not all(isinstance(t, dict) for t in tuned.values()):
+        raise PrefedError("tuned: should hold tables, one for each algorithm")
+    if isinstance(algorithm, dict) and isinstance(algorithm.get("name"), str):
+        table["algorithm"] = {**tuned.get(algorithm["name"], {}), **algorithm}
     known = _algorithm_options(table)
     for key, value in filter(None, bare):
         if key in known:
@@ -177,7 +199,7 @@ def _change(table: dict[str, Any], change: str) -> tuple[str, Any] | None:
         raise PrefedError(f"--set {change}: should have the form key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text.strip()
     *path, last = key.split(".")
     if not path and last not in Config.model_fields:

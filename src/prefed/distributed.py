@@ -96,6 +96,18 @@ def all_kept(kept: dict[int, State], like: State) -> dict[int, State]:
     return everything
 
 
+def all_of(clients: list[int]) -> list[int]:
+    """The clients that any rank names, in ascending order."""
+    if not _together():
+        return sorted(clients)
+    with _watching():
+        said = [
+            _broadcast_text(" ".join(map(str, clients)), source)
+            for source in range(dist.get_world_size())
+        ]
+    return sorted(int(client) for text in said for client in text.split())
+
+
 def agree(text: str) -> str:
     """What rank 0 says."""
     if not _together():

@@ -37,6 +37,13 @@ def cohort(seed: int, round: int, clients: int, size: int | None) -> list[int]:
     return sorted(int(c) for c in drawn)
 
 
+def answering(seed: int, round: int, cohort: list[int], dropout: float) -> list[int]:
+    """The clients of a cohort that answer: each is lost with the chance `dropout`, by itself."""
+    if not dropout:
+        return cohort
+    return [c for c in cohort if generator(seed, "answer", round, c).random() >= dropout]
+
+
 def batches(seed: int, round: int, client: int, samples: int, steps: int, size: int) -> Tensor:
     """Sample numbers for each local step (steps, size): uniform, with replacement."""
     drawn = generator(seed, "batches", round, client).integers(samples, size=(steps, size))

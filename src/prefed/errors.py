@@ -17,8 +17,9 @@ class PrefedError(ValueError):
 class Diverged(RuntimeError):
     """The training loss stopped being a finite number.
 
-    The global state is still the one before the round that failed; `history` holds the
-    rounds up to and including the failed one.
+    Or the weights did. The global state is still the one before the round that failed, unless it
+    was the server's own step that overflowed; `history` holds the rounds up to and including the
+    failed one.
     """
 
     def __init__(self, message: str, history: list[dict[str, Any]]) -> None:
@@ -70,8 +71,17 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
         elif not path:
             lines.append((prefix.rstrip(".") + ": " if prefix else "") + _text(item))
         else:
-            lines.append(f"{where}: {_text(item)}, not {item['input']!r}")
+            lines.append(f"{where}: {_text(item)}, not {shown(item['input'])}")
     return list(dict.fromkeys(lines))
+
+
+def shown(value: Any) -> str:
+    """A value as Python writes it, cut where it gets long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, or nested as deep
+        return f"this {type(value).__name__}"
+    return text if len(text) < 200 else text[:200] + "..."
 
 
 def _text(item: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import tempfile
@@ -26,6 +27,13 @@ def write_whole(path: Path, content: bytes | str) -> None:
         Path(temporary).unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def read_whole(path: Path) -> bytes:
+    """What is in a file. A pipe would wait for ever and a device never end: they are refused."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is not a file", str(path))
+    return path.read_bytes()
 
 
 def sync(folder: Path) -> None:

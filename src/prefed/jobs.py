@@ -7,6 +7,7 @@ events as lines of JSON on standard output, so that nothing but JSON crosses bet
 from __future__ import annotations
 
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -35,31 +36,34 @@ def run_jobs(jobs: list[Job], workers: int) -> Iterator[Event]:
     for item in enumerate(jobs):
         waiting.put(item)
     workers = max(1, min(workers, len(jobs)))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "prefed.jobs"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(workers)
-    ]
-    threads = [threading.Thread(target=_serve, args=(p, waiting, events)) for p in processes]
+    processes: list[subprocess.Popen[str]] = []
+    threads: list[threading.Thread] = []
     try:
-        for thread in threads:
-            thread.start()
+        for _ in range(workers):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "prefed.jobs"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            processes.append(process)
+            threads.append(threading.Thread(target=_serve, args=(process, waiting, events)))
+            threads[-1].start()
         while workers:
             event = events.get()
             if event is None:
                 workers -= 1
             else:
                 yield event
+        while not waiting.empty():
+            yield waiting.get()[0], {"failed": "no worker process is left"}
     finally:
         waiting.queue.clear()
         for process in processes:
             process.terminate()
-        for thread, process in zip(threads, processes, strict=True):
+        for thread in threads:
             thread.join()
+        for process in processes:
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 with suppress(OSError):
@@ -86,21 +90,43 @@ def _serve(
                 process.stdin.flush()
             except OSError:
                 pass  # the worker is gone: reading says so below
-            _relay(number, process.stdout, events)
+            if not _relay(number, process.stdout, events):
+                return  # the jobs that wait are for the others
     finally:
         events.put(None)
 
 
-def _relay(number: int, lines: IO[str], events: queue.Queue[Event | None]) -> None:
+def _relay(number: int, lines: IO[str], events: queue.Queue[Event | None]) -> bool:
+    """Pass on the events of one job; whether the worker is still there after it."""
     for line in lines:
-        event = json.loads(line)
+        try:
+            event = json.loads(line)
+        except ValueError:
+            break  # killed in the middle of a line
         events.put((number, event))
         if "record" not in event:
-            return
+            return True
     events.put((number, {"failed": "its worker process died"}))
+    return False
+
+
+def _listen(stream: IO[str]) -> queue.Queue[str]:
+    """The lines of a stream, as they come. When it ends, because whoever started this process has,
+    however that came about, the process ends at once, also in the middle of a job: runs on disk
+    bear that, and no process is left behind."""
+    lines: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        for line in stream:
+            lines.put(line)
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
 
 
 def _work() -> None:
+    jobs = _listen(sys.stdin)
     import torch
 
     from prefed.config import load
@@ -115,8 +141,8 @@ def _work() -> None:
     torch.set_num_threads(1)
     out = sys.stdout
     sys.stdout = sys.stderr  # what a model or a plug-in prints must not mix with the events
-    for line in sys.stdin:
-        job = json.loads(line)
+    while True:
+        job = json.loads(jobs.get())
         folder = None if job["folder"] is None else Path(job["folder"])
         try:
             execute(load(job["config"]), folder, resume=True, callbacks=[Tell()])

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefed.errors import PrefedError
-from prefed.files import is_locked
-from prefed.runs import read_config
+from prefed.files import is_locked, read_whole
+from prefed.runs import NotARecord, from_json, read_config
 from prefed.simulation import Record
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class StoredRun:
     @property
     def status(self) -> str:
         """finished, diverged, running, or interrupted (and can be resumed)."""
-        if self.history and self.history[-1].get("train_loss") is None:
+        if self.history and _diverged(self.history[-1]):
             return "diverged"
         if (self.folder / "model.safetensors").exists():
             return "finished"
@@ -56,21 +56,42 @@ class StoredRun:
         return float(sum(record[key] for record in self.history[:rounds]))
 
 
+def _diverged(last: Record) -> bool:
+    """A round that was skipped has no loss either."""
+    return "diverged" in last or (last.get("train_loss") is None and not last.get("skipped"))
+
+
 def load_run(folder: Path) -> StoredRun:
     run = StoredRun(folder, read_config(folder))
     path = folder / "rounds.jsonl"
-    for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), 1):
+    algorithm = run.config.get("algorithm")
+    if not isinstance(algorithm, dict) or not isinstance(algorithm.get("name"), str):
+        raise PrefedError(f"{folder / 'config.toml'}: names no algorithm")
+    if not isinstance(run.config.get("rounds"), int) or not isinstance(
+        run.config.get("seed", 0), int
+    ):
+        raise PrefedError(f"{folder / 'config.toml'}: seed, rounds: should be whole numbers")
+    for number, line in enumerate(_lines(path), 1):
         try:
-            run.history.append(json.loads(line))
-        except ValueError:
+            run.history.append(from_json(line))
+        except NotARecord:
+            raise PrefedError(f"{path}:{number}: not a record of a round") from None
+        except (ValueError, RecursionError):
             break  # the last line of a run that was killed while writing it
-        if not isinstance(run.history[-1], dict):
-            raise PrefedError(f"{path}:{number}: not a record of a round")
     try:
-        run.environment = json.loads((folder / "environment.json").read_text())
-    except (OSError, ValueError):
-        run.environment = {}
+        about = json.loads(read_whole(folder / "environment.json"))
+    except (OSError, ValueError, RecursionError):
+        about = {}
+    run.environment = about if isinstance(about, dict) else {}
     return run
+
+
+def _lines(path: Path) -> list[str]:
+    """Those of rounds.jsonl; a byte that is no text makes its line unreadable, and no other."""
+    try:
+        return read_whole(path).decode(errors="replace").splitlines() if path.exists() else []
+    except OSError as error:
+        raise PrefedError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def load_runs(*folders: str | Path) -> list[StoredRun]:

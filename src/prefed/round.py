@@ -263,11 +263,15 @@ def check_sharing(algorithm: Algorithm, layout: Layout) -> None:
 
 
 def traffic(
-    algorithm: Algorithm, server: Server, clients: int, steps: int, layout: Layout
+    algorithm: Algorithm, server: Server, clients: int, steps: int, answers: int | None = None
 ) -> dict[str, int]:
-    """Exact bytes of a round, over all its clients, split into weights and optimiser state."""
+    """Exact bytes of a round, over all its clients, split into weights and optimiser state.
+
+    answers is how many of the clients sent something back: all of them unless told.
+    """
+    answers = clients if answers is None else answers
     sent = {
-        name: codec_of(algorithm, name).nbytes(layout, like)
+        name: codec_of(algorithm, name).nbytes(server.layout, like)
         for name, like in server.values(algorithm).items()
     }
     weights_up = sent.pop("weights") + sent.pop("buffers")
@@ -277,10 +281,10 @@ def traffic(
         down += steps * server.weights.nbytes
         up += steps * server.weights.nbytes
     return {
-        "bytes_up": clients * (weights_up + up),
+        "bytes_up": answers * (weights_up + up),
         "bytes_down": clients * (weights_down + down),
-        "bytes_up_weights": clients * weights_up,
-        "bytes_up_state": clients * up,
+        "bytes_up_weights": answers * weights_up,
+        "bytes_up_state": answers * up,
         "bytes_down_weights": clients * weights_down,
         "bytes_down_state": clients * down,
     }

@@ -17,7 +17,6 @@ import platform
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +28,7 @@ import tomli_w
 import torch
 
 from prefed import __version__, checkpoints, distributed
-from prefed.config import Config
+from prefed.config import Config, read_toml
 from prefed.engines.auto import Choice
 from prefed.errors import CannotWrite, Diverged, Interrupted, PrefedError
 from prefed.files import lock, remove_leftovers, write_whole
@@ -75,7 +74,7 @@ def _follow_first_rank(simulation: Simulation) -> None:
     if lines := distributed.agree("\n".join(to_json(r) for r in simulation.history)):
         tensors = distributed.agree_on(simulation.snapshot())
         if distributed.rank() > 0:
-            simulation.restore(tensors, [json.loads(line) for line in lines.splitlines()])
+            simulation.restore(tensors, [from_json(line) for line in lines.splitlines()])
 
 
 def _loop(
@@ -93,6 +92,8 @@ def _loop(
                 record = simulation.run_round()
             except Diverged:
                 if directory:
+                    if simulation.server.round < len(simulation.history):
+                        directory.checkpoint(simulation)  # the state before the blow-up
                     directory.append(simulation.history[-1])
                 raise
             if directory:
@@ -154,7 +155,7 @@ class RunDirectory:
             folder.mkdir(parents=True, exist_ok=True)
             return cls(folder, config, is_new=not existing.exists())
         except OSError as error:
-            raise PrefedError(f"{folder}: cannot be written: {error}") from None
+            raise CannotWrite(f"{folder}: cannot be written: {error.strerror or error}") from error
 
     def close(self) -> None:
         self._lock.close()
@@ -173,8 +174,13 @@ class RunDirectory:
         remove_leftovers(self.folder)
         saved = checkpoints.load(self.folder / "checkpoints", self.fingerprint)
         self._saved, self._lines = saved.round, saved.rounds.splitlines()
-        simulation.choice = Choice.parse(saved.engine)
-        simulation.restore(saved.tensors, [json.loads(line) for line in self._lines])
+        try:
+            simulation.choice = Choice.parse(saved.engine)
+            simulation.restore(saved.tensors, [from_json(line) for line in self._lines])
+        except (ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+            raise PrefedError(
+                f"{self.folder}: its checkpoint is not of this run: {error}"
+            ) from None
         with self._writing():
             write_whole(self.folder / "rounds.jsonl", saved.rounds)  # forget what came after
         self._due = time.monotonic() + SECONDS_BETWEEN
@@ -222,10 +228,7 @@ class RunDirectory:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads((folder / "config.toml").read_text())
-    except (OSError, ValueError) as error:
-        raise PrefedError(f"{folder / 'config.toml'}: cannot be read: {error}") from None
+    return read_toml(folder / "config.toml")
 
 
 def diff(there: dict[str, Any], here: dict[str, Any], path: str = "") -> list[str]:
@@ -249,6 +252,26 @@ def _visible(folder: Path) -> list[Path]:
 def to_json(record: Record) -> str:
     """One line of JSON; numbers that are not finite, which JSON does not have, become null."""
     return json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
+
+
+NUMBERS = ("round", "bytes_up", "bytes_down", "seconds")
+"""What every record has."""
+OPTIONAL = ("train_loss", "test_loss", "test_accuracy", "adaptive_share", "median_step")
+"""Numbers that may be null or missing."""
+
+
+class NotARecord(ValueError):
+    """JSON, but not what is known of a round."""
+
+
+def from_json(line: str) -> Record:
+    """The record that a line holds, whoever wrote the line."""
+    record = json.loads(line)
+    if not isinstance(record, dict) or any(record.get(key) is None for key in NUMBERS):
+        raise NotARecord(line[:80])
+    if not all(isinstance(record.get(key), int | float | None) for key in NUMBERS + OPTIONAL):
+        raise NotARecord(line[:80])
+    return record
 
 
 def _finite(value: Any) -> Any:

@@ -75,7 +75,10 @@ Warmup.model_rebuild()
 
 def at(rate: float | Step | Cosine | Warmup, round: int) -> float:
     """The rate in a round, whether it is a number or a schedule."""
-    return float(rate(round)) if callable(rate) else float(rate)
+    try:
+        return float(rate(round)) if callable(rate) else float(rate)
+    except OverflowError:
+        return math.inf
 
 
 def step(start: float, *, decay: float = 0.1, every: int) -> Step:

@@ -30,6 +30,12 @@ class Settings(BaseModel):
     """bfloat16 is mixed precision: matrix products and convolutions in bfloat16, the weights and
     all state as they are."""
     evaluate_every: PositiveInt = 1
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The chance of each client of a cohort never to answer."""
+    quorum: PositiveInt = 1
+    """A round with fewer answers leaves the model as it was."""
+    on_divergence: Literal["stop", "continue"] = "stop"
+    """When an update is not finite: stop the run, or leave its client out of the round."""
 
     @field_validator("clients_per_round", "batch_size", mode="before")
     @classmethod

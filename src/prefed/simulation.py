@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -24,11 +25,13 @@ from prefed.engines.pool import Pool
 from prefed.errors import Diverged, PrefedError, explain
 from prefed.exchange import averaged
 from prefed.mean import Mean
-from prefed.round import Server, check_sharing, first_kept, server_update, traffic
+from prefed.round import Server, Update, check_sharing, first_kept, server_update, traffic
 from prefed.rules.base import State
 from prefed.schedule import at
 from prefed.settings import Settings
 from prefed.task import Loss, Task, choose_device
+
+log = logging.getLogger("prefed")
 
 Record = dict[str, Any]
 """What is known of one round."""
@@ -64,6 +67,18 @@ class Callback:
         """In place of on_end if the run did not get there: it diverged or was interrupted."""
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """What the clients of a round have come to, before the server takes it."""
+
+    values: State
+    loss: float
+    kept: dict[int, State]
+
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and all(v.isfinite().all() for v in self.values.values())
+
+
 class Simulation:
     """A run that can be advanced round by round. Everything is checked before the first."""
 
@@ -83,6 +98,8 @@ class Simulation:
                 f"clients_per_round: {settings.clients_per_round} is more than the "
                 f"{len(data)} clients there are"
             )
+        if settings.quorum > (asked := settings.clients_per_round or len(data)):
+            raise PrefedError(f"quorum: {settings.quorum} is more than the {asked} of a cohort")
         self.algorithm, self.data, self.settings = algorithm, data, settings
         device = choose_device(settings.device)
         self.task = Task(model, loss, data, device, settings.channels_last, settings.precision)
@@ -106,41 +123,48 @@ class Simulation:
         start, round = time.perf_counter(), self.server.round
         algorithm, settings = self.algorithm, self.settings
         cohort = draws.cohort(settings.seed, round, len(self.data), settings.clients_per_round)
-
-        mean, kept = Mean(), {}
-        engine = self._engine(cohort)
-        blocks = distributed.share(engine.blocks(algorithm, cohort))
-        with torch.random.fork_rng(enabled=True):
-            for first, update in engine.updates(algorithm, self.server, blocks, self.kept):
-                clients = cohort[first : first + len(update.losses)]
-                weights = [settings.weight(len(self.data.client(c))) for c in clients]
-                mean.add_block(first, update.values, weights, update.losses.tolist())
-                if update.kept:
-                    for row, client in enumerate(clients):
-                        kept[client] = {n: value[row].clone() for n, value in update.kept.items()}
-        values, train_loss = distributed.mean(mean, averaged(algorithm, self.server))
-        kept = distributed.all_kept(kept, self._keeps)
-
+        self._engine(cohort)
+        answers = draws.answering(settings.seed, round, cohort, settings.dropout)
         record: Record = {
             "round": round + 1,
-            "train_loss": train_loss,
+            "train_loss": math.nan,
             "test_loss": None,
             "test_accuracy": None,
-            **traffic(
-                algorithm, self.server, len(cohort), settings.local_steps, self.task.flat.layout
-            ),
+            **traffic(algorithm, self.server, len(cohort), settings.local_steps, len(answers)),
             "client_lr": at(algorithm.client_lr, round),
             "server_lr": at(algorithm.server_lr, round),
             "cohort": cohort,
         }
+        if len(answers) < len(cohort):
+            record["dropped"] = sorted({*cohort} - {*answers})
         self.history.append(record)
-        if not math.isfinite(train_loss):
-            record["seconds"] = time.perf_counter() - start
-            raise Diverged(self._advice(record), self.history)
-        self.kept.update(kept)
-        server_update(
-            algorithm, self.server, values, settings.local_steps, len(cohort) / len(self.data)
-        )
+        if (
+            max(record["client_lr"], record["server_lr"])
+            > torch.finfo(self.server.weights.dtype).max
+        ):
+            raise self._diverged(record, start, "a step size is not finite")
+
+        found = self._train(answers) if len(answers) >= settings.quorum else None
+        if found and not found.is_finite() and settings.on_divergence == "continue":
+            answers = self._leave_out(answers, record)
+            found = self._train(answers) if len(answers) >= settings.quorum else None
+        if found:
+            record["train_loss"] = found.loss
+            if not found.is_finite():
+                what = "weights are" if math.isfinite(found.loss) else "training loss is"
+                raise self._diverged(record, start, f"the {what} not finite")
+            self.kept.update(found.kept)
+            share = len(answers) / len(self.data)
+            server_update(algorithm, self.server, found.values, settings.local_steps, share)
+            if not self.server.weights.isfinite().all():
+                raise self._diverged(record, start, "the weights are not finite")
+        else:
+            log.warning(
+                "round %d: %d answers, fewer than the quorum of %d; the model stays as it was",
+                round + 1, len(answers), settings.quorum,
+            )  # fmt: skip
+            record["skipped"] = True
+            self.server.round += 1
         diagnosis = diagnose(algorithm, self.server, round)
         self._collapse.see(diagnosis)
         record |= diagnosis
@@ -149,6 +173,47 @@ class Simulation:
             record |= self.evaluate()
         record["seconds"] = time.perf_counter() - start
         return record
+
+    def _updates(self, clients: list[int]) -> Iterator[tuple[int, Update]]:
+        """The updates of this rank's share of the clients, with the place of each one's first."""
+        assert self.engine is not None
+        engine = self.engine
+        blocks = distributed.share(engine.blocks(self.algorithm, clients))
+        with torch.random.fork_rng(enabled=True):
+            yield from engine.updates(self.algorithm, self.server, blocks, self.kept)
+
+    def _train(self, clients: list[int]) -> _Trained:
+        """The mean over these clients, in a fixed order; nothing of the run is changed yet."""
+        mean, kept = Mean(), {}
+        for first, update in self._updates(clients):
+            block = clients[first : first + len(update.losses)]
+            weights = [self.settings.weight(len(self.data.client(c))) for c in block]
+            mean.add_block(first, update.values, weights, update.losses.tolist())
+            if update.kept:
+                for row, client in enumerate(block):
+                    kept[client] = {n: value[row].clone() for n, value in update.kept.items()}
+        values, loss = distributed.mean(mean, averaged(self.algorithm, self.server))
+        return _Trained(values, loss, distributed.all_kept(kept, self._keeps))
+
+    def _leave_out(self, clients: list[int], record: Record) -> list[int]:
+        """The clients whose updates are finite; the others are noted and named in the log.
+
+        Clients are trained anew to find them, and once more without them: it is rare, the rounds
+        in which nothing is wrong pay nothing, and the round is the one without them to the bit.
+        In lockstep a client spoils the gradients of all, and the round is lost.
+        """
+        bad: list[int] = []
+        for first, update in self._updates(clients):
+            finite = update.losses.isfinite()
+            for value in update.values.values():
+                finite &= value.flatten(1).isfinite().all(1)
+            bad += [clients[first + row] for row in finite.logical_not().nonzero().flatten()]
+        bad = distributed.all_of(bad)
+        for client in bad:
+            text = "round %d: client %d is left out: its update is not finite"
+            log.warning(text, record["round"], client)
+        record["left_out"] = bad
+        return [client for client in clients if client not in bad]
 
     def prepare(self) -> None:
         """Choose the engine, which the first round would do otherwise."""
@@ -167,7 +232,8 @@ class Simulation:
                 distributed.agree(str(decide(cohort, self.kept)) if first else "")
             )
         if self.engine is None:
-            self.engine = Pool(self.choice.engine, self.choice.workers, task, data, settings)
+            workers = min(self.choice.workers, len(cohort))  # more would have nothing to do
+            self.engine = Pool(self.choice.engine, workers, task, data, settings)
         return self.engine
 
     def evaluate(self) -> Record:
@@ -195,15 +261,19 @@ class Simulation:
         """Go on from a snapshot that was taken after the rounds in `history`."""
         here = self.snapshot()
         for name, value in here.items():
-            if name not in tensors or tensors[name].shape != value.shape:
+            if name not in tensors or not _alike(tensors[name], value):
                 raise PrefedError(f"the saved state does not fit this run: {name}")
+        clients = tensors.get("kept.clients", torch.empty(0, dtype=torch.int64))
+        kept = {f"kept.{n}": v.expand(len(clients), *v.shape) for n, v in self._keeps.items()}
+        for name, like in kept.items():
+            if len(clients) and (name not in tensors or not _alike(tensors[name], like)):
+                raise PrefedError(f"the saved state does not fit this run: {name}")
+        for name, value in here.items():
             value.copy_(tensors[name])
-        clients = tensors.get("kept.clients", torch.empty(0)).tolist()
-        fields = [n for n in tensors if n.startswith("kept.") and n != "kept.clients"]
-        for row, client in enumerate(clients):
-            self.kept[int(client)] = {
+        for row, client in enumerate(clients.tolist()):
+            self.kept[client] = {
                 name.removeprefix("kept."): tensors[name][row].to(self.task.device).clone()
-                for name in fields
+                for name in kept
             }
         self.server.round, self.history = len(history), list(history)
         for record in history:
@@ -219,15 +289,20 @@ class Simulation:
         self.task.flat.weights.copy_(self.server.weights)
         self.task.flat.write_buffers(self.server.buffers)
 
-    def _advice(self, record: Record) -> str:
+    def _diverged(self, record: Record, start: float, what: str) -> Diverged:
+        record |= {"diverged": what, "seconds": time.perf_counter() - start}
         rates = f"client_lr (now {record['client_lr']:g})"
         if self.algorithm.server_lr != 1.0:
             rates += f" or server_lr (now {record['server_lr']:g})"
-        return (
-            f"round {record['round']}: the training loss is not finite "
-            f"({record['train_loss']}). Lower {rates}, or set clip_norm. The state before this "
-            f"round is kept"
+        text = (
+            f"round {record['round']}: {what} (loss {record['train_loss']:g}). Lower {rates}, "
+            f"or set clip_norm. The state before this round is kept"
         )
+        return Diverged(text, self.history)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
 
 
 def simulate(
@@ -249,6 +324,9 @@ def simulate(
     channels_last: bool = False,
     precision: Literal["float32", "bfloat16"] = "float32",
     evaluate_every: int = 1,
+    dropout: float = 0.0,
+    quorum: int = 1,
+    on_divergence: Literal["stop", "continue"] = "stop",
     callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Train `model` on `data` with `algorithm`; the model that is handed in stays as it is.
@@ -257,6 +335,9 @@ def simulate(
     batch_size         drawn from a client's samples in each step; None is all of them
     batches            drawn with "replacement", or shuffled "epochs"
     weighting          of clients in the mean: "uniform", or by their number of "samples"
+    dropout            the chance of each client of a cohort never to answer
+    quorum             a round with fewer answers leaves the model as it was
+    on_divergence      "stop", or "continue" without the clients whose updates are not finite
     callbacks          see prefed.Callback
     """
     try:
@@ -274,6 +355,9 @@ def simulate(
             channels_last=channels_last,
             precision=precision,
             evaluate_every=evaluate_every,
+            dropout=dropout,
+            quorum=quorum,
+            on_divergence=on_divergence,
         )
     except ValidationError as error:
         raise PrefedError("\n".join(explain(error, Settings))) from None

@@ -1,105 +1,178 @@
-"""kill -9 at random moments of a run, then resume: does it end in the same bits?
+"""kill -9: at random moments, at every boundary between rounds, and before every step of writing.
 
-    python tests/faults/kill.py --trials 200
-
-One process imports torch and then forks a child for each run, so that a trial takes a fraction of a
-second. A child checkpoints after every round, is killed at a random moment, and a second child
-resumes; every third trial kills the resuming child as well. The final SHA-256 of the weights and of
-rounds.jsonl (times aside) must be those of a run that nobody interrupted.
+The final SHA-256 of the weights and of rounds.jsonl (times aside) must be those of a run that
+nobody interrupted, and no temporary file may be left.
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import json
 import os
 import random
+import shutil
 import signal
-import sys
-import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-import torch
+from prefed.simulation import Simulation
+from tests.faults.trials import (
+    checkpoint_every_round,
+    command,
+    fault,
+    fingerprint,
+    resumed,
+    scratch,
+    start,
+    whole,
+)
 
-from prefed import runs
-from prefed.config import Config, load
+__all__ = ["fingerprint"]
 
-ALGORITHMS = ("fedadam", "prefed", "scaffold")
-"""With state on the server, shared state, and state that clients keep."""
-
-
-def config(algorithm: str) -> Config:
-    changes = ["rounds=6", "local_steps=3", "model.hidden=[16]", "clients_per_round=4"]
-    return load("digits-noniid", [*changes, f"algorithm={algorithm}", "device=cpu"])
-
-
-def start(what: Config, folder: Path) -> int:
-    """Fork a child that runs or resumes in `folder`; its process id."""
-    child = os.fork()
-    if child == 0:
-        try:
-            runs.execute(what, folder, resume=True)
-            os._exit(0)
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            os._exit(1)
-    return child
+SERVER = ("algorithm=fedadam",)
+SHARED = ("algorithm=prefed",)
+KEPT = ("algorithm=scaffold",)
+THREADS = ("algorithm=scaffold", "workers=2")
+"""With state on the server, shared state, and state that clients keep; on two threads."""
 
 
-def finish(child: int) -> bool:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+def at_random_moments(times: int, rng: random.Random, changes: tuple[str, ...]) -> Iterator[str]:
+    """Every third time the run that resumes is killed as well."""
+    checkpoint_every_round()
+    with scratch() as root:
+        expected, length = whole(root / "whole", *changes)
+        for trial in range(times):
+            folder = root / str(trial)
+            for _ in range(2 if trial % 3 == 0 else 1):
+                child = start(command(folder, *changes), root / "log")
+                time.sleep(rng.uniform(0, length))
+                child.kill()
+            yield resumed(folder, expected, *changes)
+            shutil.rmtree(folder)
 
 
-def fingerprint(folder: Path) -> str:
-    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
-    rounds = json.dumps([{**line, "seconds": 0} for line in lines])
-    weights = (folder / "model.safetensors").read_bytes()
-    return hashlib.sha256(weights + rounds.encode()).hexdigest()
+@fault("kill -9 at a random moment: server state", times=250, quick=3, seconds=120)
+def server_state(times: int, rng: random.Random) -> Iterator[str]:
+    return at_random_moments(times, rng, SERVER)
 
 
-def leftovers(folder: Path) -> list[str]:
-    return [p.name for p in folder.rglob(".*") if p.name != ".lock"]
+@fault("kill -9 at a random moment: shared state", times=250, quick=3, seconds=120)
+def shared_state(times: int, rng: random.Random) -> Iterator[str]:
+    return at_random_moments(times, rng, SHARED)
 
 
-def main(trials: int, seed: int) -> int:
-    torch.set_num_threads(1)
-    runs.SECONDS_BETWEEN = 0.0
-    rng = random.Random(seed)
-    lost = 0
-    with tempfile.TemporaryDirectory() as root:
-        for algorithm in ALGORITHMS:
-            what, whole = config(algorithm), Path(root) / f"{algorithm}-whole"
-            begin = time.monotonic()
-            if not finish(start(what, whole)):
-                sys.exit(f"{algorithm}: the uninterrupted run failed")
-            length = time.monotonic() - begin
-            expected, survived = fingerprint(whole), 0
-            count = trials // len(ALGORITHMS) + (algorithm == ALGORITHMS[0]) * (
-                trials % len(ALGORITHMS)
-            )
-            for trial in range(count):
-                folder = Path(root) / f"{algorithm}-{trial}"
-                for _ in range(2 if trial % 3 == 0 else 1):
-                    child = start(what, folder)
-                    time.sleep(rng.uniform(0, length))
-                    os.kill(child, signal.SIGKILL)
-                    os.waitpid(child, 0)
-                resumed = finish(start(what, folder))
-                same = resumed and fingerprint(folder) == expected and not leftovers(folder)
-                survived += same
-                if not same:
-                    print(f"{algorithm} trial {trial}: lost", file=sys.stderr)
-            lost += count - survived
-            print(f"kill -9 of {algorithm:<10} tried {count:>4}   survived {survived:>4}")
-    print(f"lost {lost}")
-    return 1 if lost else 0
+@fault("kill -9 at a random moment: kept state", times=250, quick=3, seconds=120)
+def kept_state(times: int, rng: random.Random) -> Iterator[str]:
+    return at_random_moments(times, rng, KEPT)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--trials", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    sys.exit(main(arguments.trials, arguments.seed))
+@fault("kill -9 at a random moment: two threads", times=250, quick=2, seconds=120)
+def two_threads(times: int, rng: random.Random) -> Iterator[str]:
+    return at_random_moments(times, rng, THREADS)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_round(round: int, written: bool) -> Callable[[], None]:
+    """For a child: to die when that round is computed, or when it is also on the disk."""
+
+    def patch() -> None:
+        real = Simulation.run_round
+
+        def run_round(self: Simulation) -> Any:
+            if written and self.server.round == round:
+                die()
+            record = real(self)
+            if not written and self.server.round == round:
+                die()
+            return record
+
+        Simulation.run_round = run_round  # type: ignore[method-assign]
+
+    return patch
+
+
+@fault("kill -9 at every boundary between rounds", times=48, quick=4, seconds=30)
+def boundaries(times: int, rng: random.Random) -> Iterator[str]:
+    """Before and after the round is written; then one run that is killed at all of them."""
+    checkpoint_every_round()
+    with scratch() as root:
+        places = [
+            (changes, round, written)
+            for changes in (SERVER, SHARED, KEPT, THREADS)
+            for round in range(1, 6)
+            for written in (False, True)
+        ]
+        rng.shuffle(places)
+        expected = {changes: whole(root / "-".join(changes), *changes)[0] for changes, *_ in places}
+        for changes, round, written in places[:times]:
+            folder = root / "run"
+            child = start(command(folder, *changes), root / "log", die_in_round(round, written))
+            if (code := child.wait()) != -signal.SIGKILL:
+                yield f"it was not killed in round {round}: {code}, {child.text()}"
+            else:
+                yield resumed(folder, expected[changes], *changes)
+            shutil.rmtree(folder)
+        for changes in (SERVER, SHARED, KEPT, THREADS)[: times - len(places)]:
+            folder = root / "often"
+            for round in range(1, 6):
+                for written in (False, True):
+                    start(
+                        command(folder, *changes), root / "log", die_in_round(round, written)
+                    ).wait()
+            yield resumed(folder, expected[changes], *changes)
+            shutil.rmtree(folder)
+
+
+STEPS = ((os, "fsync"), (os, "replace"), (os, "rename"), (shutil, "rmtree"), (Path, "mkdir"))
+"""Everything that a run does to its directory passes through one of these."""
+
+
+def die_at_step(step: int | None, note: Path) -> Callable[[], None]:
+    """For a child: to die before so many steps of writing; or to count them into a file."""
+
+    def patch() -> None:
+        count = 0
+
+        def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **options: Any) -> Any:
+                nonlocal count
+                count += 1
+                if count == step:
+                    die()
+                if step is None:
+                    note.write_text(str(count))
+                return real(*args, **options)
+
+            return call
+
+        for owner, name in STEPS:
+            setattr(owner, name, counted(getattr(owner, name)))
+
+    return patch
+
+
+@fault("kill -9 before each step of writing", times=300, quick=8, seconds=120)
+def writing(times: int, rng: random.Random) -> Iterator[str]:
+    checkpoint_every_round()
+    with scratch() as root:
+        expected, places = {}, []
+        for changes in (SERVER, SHARED, KEPT):
+            note = root / "steps"
+            folder = root / changes[0]
+            child = start(command(folder, *changes), root / "log", die_at_step(None, note))
+            if child.wait():
+                raise AssertionError(child.text())
+            expected[changes] = fingerprint(folder)
+            places += [(changes, step) for step in range(1, int(note.read_text()) + 1)]
+        rng.shuffle(places)
+        for changes, step in places[:times]:
+            folder = root / "run"
+            child = start(command(folder, *changes), root / "log", die_at_step(step, root / "x"))
+            if (code := child.wait()) != -signal.SIGKILL:
+                yield f"it was not killed at step {step}: {code}, {child.text()}"
+            else:
+                yield resumed(folder, expected[changes], *changes)
+            shutil.rmtree(folder, ignore_errors=True)

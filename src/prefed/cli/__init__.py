@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import typer
@@ -23,6 +24,7 @@ def main() -> None:
     """Exit codes: 0 done, 2 bad usage or config, 1 a run that failed, 130 interrupted."""
     from prefed.errors import CannotWrite, Diverged, Interrupted, PrefedError, RankLost, RunFailed
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that everything is closed
     try:
         app()
     except PrefedError as error:
@@ -35,5 +37,15 @@ def main() -> None:
         code, text = 130, f"{error}; go on with --resume"
     except KeyboardInterrupt:
         code, text = 130, "stopped; go on with --resume"
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        code, text = 1, f"error: {where}{error.strerror or error}"
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+            raise
+        code, text = 1, f"error: not enough memory: {error}"
+    finally:  # it is over: one more Ctrl-C must not turn the exit code into a traceback
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
     print(text, file=sys.stderr)
     sys.exit(code)

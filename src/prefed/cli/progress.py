@@ -23,7 +23,10 @@ from prefed.simulation import Callback
 def describe(record: dict[str, Any]) -> str:
     """Loss and accuracy of a round, in words."""
     loss, accuracy = record["train_loss"], record["test_accuracy"]
-    text = f"loss {loss:.4f}" if loss is not None else "loss not finite"
+    if record.get("skipped"):
+        text = "too few answers"
+    else:
+        text = f"loss {loss:.4f}" if loss is not None else "loss not finite"
     return text if accuracy is None else f"{text}  accuracy {accuracy:.1%}"
 
 

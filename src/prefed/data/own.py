@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zipfile
+import zlib
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,8 +39,7 @@ def npz(path: str, test: float = 0.2, scale: float = 255.0, augment: bool = Fals
         if name not in arrays:
             raise PrefedError(f"{where}: there is no array {name!r} in it, only {sorted(arrays)}")
     x, y = _float32(arrays["x"]), _targets(where, arrays["y"])
-    if x.ndim == 0 or len(x) != len(y) or len(x) == 0:
-        raise PrefedError(f"{where}: x {x.shape} and y {y.shape} should have the same length")
+    _check_lengths(where, "", x, y)
     if augment and x.ndim != 4:
         raise PrefedError(f"{where}: augment needs images (N, C, H, W), but x is {x.shape}")
     client = None
@@ -49,6 +49,7 @@ def npz(path: str, test: float = 0.2, scale: float = 255.0, augment: bool = Fals
         client = np.unique(arrays["client"], return_inverse=True)[1].astype(np.int64)
     if "x_test" in arrays and "y_test" in arrays:
         test_x, test_y = _float32(arrays["x_test"]), _targets(where, arrays["y_test"])
+        _check_lengths(where, "_test", test_x, test_y)
     else:
         if not 0 < test < 1 or len(x) < 2:
             raise PrefedError(
@@ -71,6 +72,12 @@ def npz(path: str, test: float = 0.2, scale: float = 255.0, augment: bool = Fals
         classes,
         CropAndFlip() if augment else None,
     )
+
+
+def _check_lengths(where: Path, which: str, x: Array, y: Array) -> None:
+    if x.ndim == 0 or y.ndim == 0 or len(x) != len(y) or len(x) == 0:
+        text = f"x{which} {x.shape} and y{which} {y.shape} should have the same length"
+        raise PrefedError(f"{where}: {text}")
 
 
 class Divide:
@@ -105,11 +112,16 @@ def read_npz(path: Path) -> dict[str, Array]:
             for info in archive.infolist():
                 if not info.filename.endswith(".npy"):
                     raise files.wrong(path, info.header_offset, f"{info.filename} is no array")
+                if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    text = f"{info.filename} is not compressed as numpy does it"
+                    raise files.wrong(path, info.header_offset, text)
                 files.refuse_bomb(path, info.header_offset, info.file_size)
                 with archive.open(info) as member:
                     arrays[info.filename[:-4]] = _read_npy(path, info, member)
             return arrays
-    except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, RuntimeError) as error:
+    except (
+        zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, NotImplementedError, RuntimeError
+    ) as error:  # fmt: skip
         raise files.wrong(path, 0, f"not a readable .npz file: {error}") from None
     except EOFError:
         raise files.wrong(path, path.stat().st_size, "the file ends too early") from None
@@ -123,7 +135,7 @@ def _read_npy(path: Path, info: zipfile.ZipInfo, member: IO[bytes]) -> Array:
         version = npy.read_magic(member)
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, fortran, dtype = read(member)
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+    except Exception as error:  # numpy reads the header as Python, which may fail in any way
         raise files.wrong(path, info.header_offset, f"{where}not an array: {error}") from None
     if dtype.hasobject or dtype.kind not in "biufU":
         text = f"{where}arrays of {dtype} are not read; use numbers or strings"

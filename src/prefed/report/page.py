@@ -23,7 +23,7 @@ from prefed.files import write_whole
 from prefed.report import figures
 from prefed.report.curves import charts
 from prefed.results import StoredRun
-from prefed.summary import HEADINGS, Group, group
+from prefed.summary import HEADINGS, Group, flatten, group
 from prefed.sweep import Scored
 
 
@@ -86,7 +86,11 @@ def asset(name: str) -> Markup:
 
 
 def _split(run: StoredRun) -> Figure | None:
-    """The picture of the first run's split, if its data are at hand."""
+    """The picture of the first run's split, if its data are at hand. Not if the config names
+    things of a user's own: a report must be safe to make of a stranger's runs."""
+    names = (value for key, value in flatten(run.config).items() if key != "device")
+    if any(isinstance(name, str) and ":" in name for name in names):
+        return None
     try:
         return draw(*load(run.config).make_data())
     except PrefedError:

@@ -1,0 +1,264 @@
+"""Take each protection out, and see the suite notice.
+
+    python -m tests.faults.protections             all of them
+    python -m tests.faults.protections checksum    those with this in their name
+
+A protection is taken out in a copy of the package, by a change to its text; the faults (or tests)
+it is there for are then tried on the copy, and must be lost.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@dataclass(frozen=True)
+class Protection:
+    name: str
+    by: str
+    """The fault that is lost without it, or the test that fails."""
+    edits: tuple[tuple[str, str, str], ...]
+    """File, text, and what to write in its place."""
+
+
+def protection(name: str, by: str, *edits: tuple[str, str, str]) -> Protection:
+    return Protection(name, by, edits)
+
+
+PROTECTIONS = [
+    protection(
+        "kept state is part of a checkpoint", "kill.kept_state",
+        ("simulation.py", '        if clients:\n            tensors["kept', '        if []:\n            tensors["kept'),
+    ),
+    protection(
+        "lines after the checkpoint are forgotten", "kill.writing",
+        ("runs.py", 'write_whole(self.folder / "rounds.jsonl", saved.rounds)', "pass"),
+    ),
+    protection(
+        "temporary files are removed", "kill.writing",
+        ("files.py", "path.unlink(missing_ok=True)\n\n\ndef lock", "pass\n\n\ndef lock"),
+        ("checkpoints.py", "_new(draft).mkdir(parents=True)",
+         'draft = folder / f".draft-{os.getpid()}-{checkpoint.round:06d}"; draft.mkdir(parents=True)'),
+        ("checkpoints.py", "shutil.rmtree(draft, ignore_errors=True)", "pass"),
+    ),
+    protection(
+        "checksum of the files of a checkpoint", "damage.flipped",
+        ("checkpoints.py", 'if _sha256(content) != manifest["sha256"][name]:', "if False:"),
+    ),
+    protection(
+        "checksum of the manifest", "damage.flipped",
+        ("checkpoints.py", "if stated != _sha256(_canonical(manifest)):", "if False:"),
+    ),
+    protection(
+        "a checkpoint of another run is refused", "damage.swapped",
+        ("checkpoints.py", 'if manifest["run"] != run:', "if False:"),
+    ),
+    protection(
+        "a checkpoint has the name of its round", "damage.exchanged",
+        ("checkpoints.py", 'if manifest["round"] != int(path.name):', "if False:"),
+    ),
+    protection(
+        "the checkpoint before is used", "damage.truncated",
+        ("checkpoints.py", "for path in reversed(_complete(folder)):",
+         "for path in reversed(_complete(folder)[-1:]):"),
+    ),
+    protection(
+        "no silent beginning", "damage.none_left",
+        ("runs.py", "return cls(folder, config, is_new=not existing.exists())",
+         'return cls(folder, config, is_new=not (folder / "checkpoints").exists())'),
+    ),
+    protection(
+        "the old checkpoint stays until the new one is whole", "disk.full",
+        ("checkpoints.py", "    _new(draft).mkdir(parents=True)",
+         "    shutil.rmtree(folder, ignore_errors=True)\n    _new(draft).mkdir(parents=True)"),
+    ),
+    protection(
+        "errors of the disk are told in words", "disk.full",
+        ("runs.py", "        except OSError as error:\n            raise CannotWrite(\n",
+         "        except ZeroDivisionError as error:\n            raise CannotWrite(\n"),
+        ("cli/__init__.py", "except OSError as error:", "except ZeroDivisionError as error:"),
+    ),
+    protection(
+        "a directory that cannot be written to is a failed run", "disk.read_only",
+        ("runs.py", "        except OSError as error:\n            raise CannotWrite(f",
+         "        except OSError as error:\n            raise PrefedError(f"),
+    ),
+    protection(
+        "a client that is not finite is left out", "clients.not_finite",
+        ("simulation.py", "return [client for client in clients if client not in bad]",
+         "return clients"),
+    ),
+    protection(
+        "the quorum", "clients.dropped",
+        ("simulation.py", "found = self._train(answers) if len(answers) >= settings.quorum else None\n"
+         "        if found and", "found = self._train(answers) if answers else None\n        if found and"),
+    ),
+    protection(
+        "updates that are not finite stop the run", "divergence.stop",
+        ("simulation.py", "            if not found.is_finite():\n                raise",
+         "            if False:\n                raise"),
+        ("simulation.py", "if not self.server.weights.isfinite().all():", "if False:"),
+    ),
+    protection(
+        "a step of the server's that overflows stops the run", "divergence.stop",
+        ("simulation.py", "if not self.server.weights.isfinite().all():", "if False:"),
+    ),
+    protection(
+        "the state before the blow-up is saved", "divergence.stop",
+        ("runs.py", "directory.checkpoint(simulation)  # the state before", "pass  # the state before"),
+    ),
+    protection(
+        "continue on divergence", "divergence.go_on",
+        ("simulation.py", 'settings.on_divergence == "continue"', "False"),
+    ),
+    protection(
+        "a dead rank is told in words", "workers.rank",
+        ("distributed.py", "except RuntimeError as error:", "except ZeroDivisionError as error:"),
+    ),
+    protection(
+        "workers end with their parent", "workers.parent",
+        ("jobs.py", "        os._exit(0)\n", "        return\n"),
+    ),
+    protection(
+        "jobs of a dead worker go to the others", "workers.job",
+        ("jobs.py", "                return  # the jobs that wait", "                continue  #"),
+    ),
+    protection(
+        "Ctrl-C finishes the round and saves", "workers.run",
+        ("cli/interrupt.py", "        if self._asked:\n            raise KeyboardInterrupt",
+         "        if True:\n            raise ZeroDivisionError"),
+    ),
+    protection(
+        "TOML without end is refused", "fuzz.config_bytes",
+        ("config.py", "    except (ValueError, RecursionError) as error:  # also",
+         "    except tomllib.TOMLDecodeError as error:  # also"),
+    ),
+    protection(
+        "what cannot be built is told in words", "fuzz.huge",
+        ("config.py", "            except (RuntimeError, TypeError, ValueError) as error:",
+         "            except ZeroDivisionError as error:"),
+    ),
+    protection(
+        "records in run directories are checked", "tests/test_hostile.py::test_records_are_checked",
+        ("runs.py", "if not isinstance(record, dict) or any(record.get(key) is None for key in NUMBERS):",
+         "if False:"),
+    ),
+    protection(
+        "pipes and devices are refused", "fuzz.devices",
+        ("files.py", "if path.exists() and not path.is_file():", "if False:"),
+    ),
+    protection(
+        "saved tensors are compared with the run", "fuzz.forged",
+        ("runs.py", "except (ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:",
+         "except ZeroDivisionError as error:"),
+        ("simulation.py", "return a.shape == b.shape and a.dtype == b.dtype", "return True"),
+    ),
+    protection(
+        "damaged gzip files are told in words", "fuzz.idx",
+        ("data/files.py", "except (EOFError, zlib.error, gzip.BadGzipFile, OSError) as error:",
+         "except ZeroDivisionError as error:"),
+    ),
+    protection(
+        "damaged archives are refused", "fuzz.npz",
+        ("data/own.py", "zlib.error, ", ""),
+        ("data/own.py", "zipfile.BadZipFile, ", ""),
+    ),
+    protection(
+        "pickles are walked, not loaded", "proofs.pickles",
+        ("data/cifar_pickle.py", "    position = 0\n    stack: list[Any] = []\n",
+         "    import pickle\n    return pickle.loads(path.read_bytes())\n"
+         "    position = 0\n    stack: list[Any] = []\n"),
+    ),
+    protection(
+        "arrays of objects are refused", "proofs.pickles",
+        ("data/own.py", "    arrays = read_npz(where)\n",
+         "    arrays = dict(np.load(where, allow_pickle=True))\n"),
+    ),
+    protection(
+        "no network", "proofs.network",
+        ("runs.py", "    git = subprocess.run(",
+         "    import socket\n    socket.getaddrinfo('localhost', 80)\n    git = subprocess.run("),
+    ),
+    protection(
+        "a report imports nothing that a run names", "proofs.strangers",
+        ("report/page.py", 'if any(isinstance(name, str) and ":" in name for name in names):', "if False:"),
+    ),
+    protection(
+        "nothing is kept from round to round", "load.rounds",
+        ("simulation.py", "        self._engine(cohort)\n        answers",
+         "        self._engine(cohort)\n"
+         '        self.__dict__.setdefault("leak", []).append(self.server.weights.clone())\n'
+         "        answers"),
+    ),
+    protection(
+        "files are closed", "load.rounds",
+        ("runs.py", "        line = to_json(record)\n",
+         "        line = to_json(record)\n        os.open(self.folder, os.O_RDONLY)\n"),
+    ),
+    protection(
+        "clients are made when they are needed", "load.clients",
+        ("simulation.py", "        self.kept: dict[int, State] = {}\n",
+         "        self.kept: dict[int, State] = {}\n"
+         "        self.all = [data.client(c) for c in range(min(len(data), 200_000))]\n"),
+    ),
+    protection(
+        "reports escape what users write",
+        "tests/test_report.py::test_it_is_one_small_file_and_escapes_what_users_write",
+        ("report/page.py", "autoescape=True", "autoescape=False"),
+    ),
+]  # fmt: skip
+
+
+def noticed(what: Protection) -> tuple[bool, str]:
+    """Whether the suite loses something without it, and the last line it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "prefed"
+        shutil.copytree(ROOT / "src" / "prefed", copy, ignore=shutil.ignore_patterns("__pycache__"))
+        for name, old, new in what.edits:
+            text = (copy / name).read_text()
+            if text.count(old) != 1:
+                return False, f"{name} has no such line any more: {old!r}"
+            (copy / name).write_text(text.replace(old, new))
+        words = ["-m", "tests.faults", "--quick", what.by]
+        if what.by.startswith("tests/"):
+            words = ["-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", what.by]
+        path = os.pathsep.join([folder, str(ROOT)])
+        done = subprocess.run(
+            [sys.executable, *words],
+            env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
+    last = done.stdout.strip().rpartition("\n")[2]
+    lost = last.startswith("lost ") and not last.startswith("lost 0")
+    return done.returncode == 1 and (lost or " failed" in last), last or done.stderr[-300:]
+
+
+def main(wanted: list[str]) -> int:
+    chosen = [p for p in PROTECTIONS if not wanted or any(word in p.name for word in wanted)]
+    width = max(len(p.name) for p in chosen)
+    missed = 0
+    print(f"{'protection taken out':<{width}}  noticed  by")
+    with ThreadPoolExecutor(2) as pool:
+        for what, (seen, last) in zip(chosen, pool.map(noticed, chosen), strict=True):
+            missed += not seen
+            by = f"{what.by}: {last}"
+            print(f"{what.name:<{width}}  {'yes' if seen else 'NO':<7}  {by}", flush=True)
+    print(f"not noticed {missed} of {len(chosen)}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
