@@ -19,7 +19,7 @@ from prefed.bench.measure import interleaved
 CLIENTS, SAMPLES, STEPS, BATCH = 10, 64, 50, 32
 
 
-def simulation(shape: str, refresh: int, engine: str) -> prefed.Simulation:
+def simulation(shape: str, refresh: int, engine: str, side: int = 256) -> prefed.Simulation:
     generator = torch.Generator().manual_seed(0)
     clients = [
         (
@@ -33,7 +33,9 @@ def simulation(shape: str, refresh: int, engine: str) -> prefed.Simulation:
     settings = prefed.Settings(
         rounds=1_000_000, local_steps=STEPS, batch_size=BATCH, device="cpu", engine=engine
     )
-    algorithm = prefed.PreFed(shape=shape, refresh=refresh, client_lr=1e-4, tau=0.1)
+    algorithm = prefed.PreFed(
+        shape=shape, refresh=refresh, largest_side=side, client_lr=1e-4, tau=0.1
+    )
     return prefed.Simulation(algorithm, model, prefed.FederatedData(clients), settings)
 
 
@@ -41,12 +43,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--refresh", type=int, nargs="+", default=[50])
     parser.add_argument("--passes", type=int, default=5)
+    parser.add_argument("--largest-side", type=int, default=256)
     parser.add_argument("--engine", default="sequential")
     chosen = parser.parse_args()
     rounds = {"diagonal": simulation("diagonal", 1, chosen.engine).run_round}
     for refresh in chosen.refresh:
         label = f"kronecker, refresh {refresh}"
-        rounds[label] = simulation("kronecker", refresh, chosen.engine).run_round
+        rounds[label] = simulation(
+            "kronecker", refresh, chosen.engine, chosen.largest_side
+        ).run_round
     times = interleaved(rounds, chosen.passes)
     print(
         f"simple-cnn, {CLIENTS} clients x {STEPS} steps of {BATCH}, "

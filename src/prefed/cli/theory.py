@@ -37,12 +37,14 @@ def _study(kind: str, source: str, changes: list[str], out: Out, quiet: bool) ->
 
     from prefed.cli.live import new_out
     from prefed.cli.progress import WorkBar, show_warnings_plainly
+    from prefed.config import load
     from prefed.theory.studies import STUDIES, prepare, save
 
     show_warnings_plainly()
     study = STUDIES[kind]
+    pieces = study.pieces(load(source, changes))
     folder = prepare(out or new_out(f"theory-{kind}", source))
-    with WorkBar(study.pieces, quiet) as bar:
+    with WorkBar(pieces, quiet) as bar:
         found = study.run(source, changes, bar.tick)
     report = save(folder, f"{source}: {study.title}", found)
     if quiet:

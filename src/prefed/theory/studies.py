@@ -49,7 +49,8 @@ class Found:
 @dataclass(frozen=True)
 class Study:
     title: str
-    pieces: int
+    pieces: Callable[[Config], int]
+    """How often `run` will tick."""
     run: Callable[[str, Sequence[str], Tick], Found]
 
 
@@ -144,6 +145,32 @@ def constants_rows(found: Constants) -> list[tuple[str, str, str, str]]:
 # -- bounds -------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How many rounds, and which values of K and m the rates are fitted to."""
+
+    T: int
+    K: int
+    m: int
+    steps: list[int]
+    cohorts: list[int]
+
+    @classmethod
+    def of(cls, config: Config, clients: int) -> Plan:
+        K = config.local_steps
+        return cls(
+            T=min(config.rounds, ROUNDS),
+            K=K,
+            m=min(config.clients_per_round or clients, clients),
+            steps=[k for k in STEPS if k <= max(K, 2)],
+            cohorts=[n for n in COHORTS if n <= clients],
+        )
+
+    def rounds(self) -> int:
+        """Of all runs of both algorithms."""
+        return 2 * (self.T + BRIEF * (len(self.steps) + len(self.cohorts)))
+
+
 @dataclass
 class Run:
     """Of one algorithm, round by round."""
@@ -159,8 +186,8 @@ def study_bounds(source: str, changes: Sequence[str], tick: Tick) -> Found:
     found, _ = measure(objective, (), tick)
     c = Known(found.L.value, found.G.value, found.local_largest.value, found.spread.value,
               found.gap.value, objective.d)  # fmt: skip
-    T, K = min(config.rounds, ROUNDS), config.local_steps
-    m = min(config.clients_per_round or objective.clients, objective.clients)
+    plan = Plan.of(config, objective.clients)
+    T, K, m, steps, cohorts = plan.T, plan.K, plan.m, plan.steps, plan.cohorts
     eta = bounds.admissible(c.L, K)
     both = {name: load(source, [*changes, f"algorithm={name}"]) for name in ("prefed", "prefedopt")}
     runs = {n: run(b, objective, T, K, m, eta, tick) for n, b in both.items()}
@@ -185,8 +212,6 @@ def study_bounds(source: str, changes: Sequence[str], tick: Tick) -> Found:
     }  # fmt: skip
     minima = {name: bounds.running_min(gradients) for name, gradients in before.items()}
 
-    steps = [k for k in STEPS if k <= max(K, 2)]
-    cohorts = [n for n in COHORTS if n <= objective.clients]
     swept: dict[str, dict[str, list[float]]] = {"K": {}, "m": {}}
     for name, b in both.items():
         swept["K"][name] = [
@@ -500,10 +525,12 @@ def isotropy_rows(
     ]  # fmt: skip
 
 
-_RUNS = 2 * (ROUNDS + BRIEF * (len(STEPS) + len(COHORTS)))
+def pieces_of_bounds(config: Config) -> int:
+    return 1 + 2 * 2 + Plan.of(config, len(config.make_data()[1])).rounds()
+
 
 STUDIES = {
-    "constants": Study("measured constants", WARM_UP + 1 + 2 * 4, study_constants),
-    "bounds": Study("bounds and rates", 1 + 2 * 2 + _RUNS, study_bounds),
-    "noise": Study("noise and preconditioners", 2 + 2 * 3 + WARM_UP, study_noise),
+    "constants": Study("measured constants", lambda _: WARM_UP + 1 + 2 * 4, study_constants),
+    "bounds": Study("bounds and rates", pieces_of_bounds, study_bounds),
+    "noise": Study("noise and preconditioners", lambda _: 2 + 2 * 3 + WARM_UP, study_noise),
 }
