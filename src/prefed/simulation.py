@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import ValidationError
@@ -63,8 +63,26 @@ class Callback:
         """In place of on_end if the run did not get there: it diverged or was interrupted."""
 
 
+@dataclass
+class Trained:
+    """What the training of a cohort came to."""
+
+    values: State
+    """The mean of what the clients sent."""
+    loss: float
+    clients: int
+    """How many of the cohort the mean speaks for."""
+    kept: dict[int, State] = field(default_factory=dict)
+    """What stays with the clients, if it is held here."""
+    about: Record = field(default_factory=dict)
+    """More for the record of the round."""
+
+
 class Simulation:
     """A run that can be advanced round by round. Everything is checked before the first."""
+
+    save_every_round: ClassVar[bool] = False
+    """Rounds cost so much that each is worth a checkpoint."""
 
     def __init__(
         self,
@@ -105,7 +123,39 @@ class Simulation:
         start, round = time.perf_counter(), self.server.round
         algorithm, settings = self.algorithm, self.settings
         cohort = draws.cohort(settings.seed, round, len(self.data), settings.clients_per_round)
+        trained = self.train(cohort)
+        train_loss = trained.loss
 
+        record: Record = {
+            "round": round + 1,
+            "train_loss": train_loss,
+            "test_loss": None,
+            "test_accuracy": None,
+            **traffic(algorithm, self.server, len(cohort), settings.local_steps),
+            "client_lr": at(algorithm.client_lr, round),
+            "server_lr": at(algorithm.server_lr, round),
+            "cohort": cohort,
+            **trained.about,
+        }
+        self.history.append(record)
+        if not math.isfinite(train_loss):
+            record["seconds"] = time.perf_counter() - start
+            raise Diverged(self._advice(record), self.history)
+        self.kept.update(trained.kept)
+        participation = trained.clients / len(self.data)
+        server_update(algorithm, self.server, trained.values, settings.local_steps, participation)
+        diagnosis = diagnose(algorithm, self.server, round)
+        self._collapse.see(diagnosis)
+        record |= diagnosis
+        due = (round + 1) % settings.evaluate_every == 0 or round + 1 == settings.rounds
+        if due and distributed.rank() == 0:
+            record |= self.evaluate()
+        record["seconds"] = time.perf_counter() - start
+        return record
+
+    def train(self, cohort: list[int]) -> Trained:
+        """The local updates of a cohort and their mean."""
+        algorithm, settings = self.algorithm, self.settings
         mean, kept = Mean(), {}
         engine = self._engine(cohort)
         blocks = distributed.share(engine.blocks(algorithm, cohort))
@@ -119,33 +169,7 @@ class Simulation:
                         kept[client] = {n: value[row].clone() for n, value in update.kept.items()}
         values, train_loss = distributed.mean(mean, self.server.averaged())
         kept = distributed.all_kept(kept, self._keeps)
-
-        record: Record = {
-            "round": round + 1,
-            "train_loss": train_loss,
-            "test_loss": None,
-            "test_accuracy": None,
-            **traffic(algorithm, self.server, len(cohort), settings.local_steps),
-            "client_lr": at(algorithm.client_lr, round),
-            "server_lr": at(algorithm.server_lr, round),
-            "cohort": cohort,
-        }
-        self.history.append(record)
-        if not math.isfinite(train_loss):
-            record["seconds"] = time.perf_counter() - start
-            raise Diverged(self._advice(record), self.history)
-        self.kept.update(kept)
-        server_update(
-            algorithm, self.server, values, settings.local_steps, len(cohort) / len(self.data)
-        )
-        diagnosis = diagnose(algorithm, self.server, round)
-        self._collapse.see(diagnosis)
-        record |= diagnosis
-        due = (round + 1) % settings.evaluate_every == 0 or round + 1 == settings.rounds
-        if due and distributed.rank() == 0:
-            record |= self.evaluate()
-        record["seconds"] = time.perf_counter() - start
-        return record
+        return Trained(values, train_loss, len(cohort), kept)
 
     def prepare(self) -> None:
         """Choose the engine, which the first round would do otherwise."""

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from prefed.cli import bench, compare, data, report, run, show, sweep
+from prefed.cli import bench, compare, data, deploy, report, run, show, sweep
 
 app = typer.Typer(
     help="Adaptive and preconditioned federated optimisation.",
@@ -15,7 +15,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for module in (run, compare, sweep, report, show, data, bench):
+for module in (run, compare, sweep, report, show, data, bench, deploy):
     module.add_to(app)
 
 

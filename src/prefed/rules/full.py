@@ -34,7 +34,7 @@ class FullCovariance(Covariance):
                 f'shape: "full" holds a {d} x {d} matrix and factorises it in every step; it is '
                 f'meant for at most {LARGEST} parameters. Use shape="diagonal"'
             )
-        return {"m": Field((d,)), "P": Field((d, d))} | self.masses()
+        return {"m": Field((d,)), "P": Field((d, d), nonnegative=True)} | self.masses()
 
     def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
         m, P = state["m"], state["P"]
