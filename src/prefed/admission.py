@@ -32,8 +32,12 @@ class Spec:
     nonnegative: bool = False
 
     @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.count * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

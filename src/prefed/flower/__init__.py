@@ -18,6 +18,12 @@ from prefed.errors import PrefedError
 HOME = {
     "client_app": "prefed.flower.client",
     "server_app": "prefed.flower.server",
+    "Strategy": "prefed.flower.strategy",
+    "CentralDP": "prefed.flower.privacy",
+    "local_train": "prefed.flower.helpers",
+    "load_state": "prefed.flower.helpers",
+    "state_record": "prefed.flower.helpers",
+    "tell_partition": "prefed.flower.helpers",
 }
 
 
@@ -30,8 +36,21 @@ def __getattr__(name: str) -> Any:
     if name in HOME:
         require_flower()
         return getattr(importlib.import_module(HOME[name]), name)
+    if not name.startswith("_"):
+        for kind in strategies():
+            if kind.__name__ == name:
+                require_flower()
+                return importlib.import_module("prefed.flower.strategy").make_strategy(kind)
     raise AttributeError(f"module 'prefed.flower' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(HOME)
+    return sorted([*HOME, *(kind.__name__ for kind in strategies())])
+
+
+def strategies() -> list[Any]:
+    """The classes of all algorithms that run on Flower."""
+    from prefed.algorithms import ALGORITHMS
+
+    kinds = [ALGORITHMS.get(name) for name in ALGORITHMS.names()]
+    return [kind for kind in kinds if not kind().client_rule().lockstep]

@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from logging import WARNING
 
 from flwr.supercore import log
+from torch import Tensor
 
 from prefed.admission import Admission, Arrived, NotFinite, Refused
 from prefed.mean import Mean
+
+Values = dict[str, Tensor]
 
 
 class Gathering:
@@ -16,9 +19,16 @@ class Gathering:
     they come in order, whatever the size of the cohort, and the same bits in any order."""
 
     def __init__(
-        self, admission: Admission, cohort: Sequence[int], weight: Callable[[int], float]
+        self,
+        admission: Admission,
+        cohort: Sequence[int],
+        weight: Callable[[int], float],
+        change: Callable[[Values], Values] = dict,
     ) -> None:
-        self.admission, self.weight = admission, weight
+        """weight   of a client with so many samples
+        change   done to what was let in, before it is added up
+        """
+        self.admission, self.weight, self.change = admission, weight, change
         self.position = {client: position for position, client in enumerate(cohort)}
         self.mean = Mean()
         self.refused: dict[int, Refused] = {}
@@ -50,7 +60,7 @@ class Gathering:
             return None
         self.refused.pop(client, None)
         position, weight = self.position[client], self.weight(update.samples)
-        self.mean.add(position, dict(update.values), weight, update.loss)
+        self.mean.add(position, self.change(dict(update.values)), weight, update.loss)
         return update
 
     def refuse(self, client: int, reason: Refused) -> None:

@@ -28,8 +28,8 @@ VERSIONS = 4
 
 
 def state_directory(node_config: dict[str, Any]) -> Path:
-    """`state-dir` of the node's own config, or a place under Flower's home."""
-    named = node_config.get("state-dir")
+    """`state-dir` of the node's own config, $PREFED_STATE_DIR, or a place under Flower's home."""
+    named = node_config.get("state-dir") or os.environ.get("PREFED_STATE_DIR")
     home = Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr"))
     return Path(str(named)) if named else home / "prefed-state"
 

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -198,28 +199,32 @@ def deploy_locally(
     folder = folder.absolute()
     check_folder(folder, config, resume)
     with LocalFlower(folder / "logs") as flower:
-        (folder / END).unlink(missing_ok=True)
         write_app(flower.home / "app", config, options)
         flower.start_superlink()
-        for number in range(nodes):
-            place = {PARTITION: number, PARTITIONS: nodes, "state-dir": str(folder / "nodes")}
-            flower.add_supernode(f"supernode-{number}", place)
-        run = flower.submit(flower.home / "app", {"run-dir": str(folder), "resume": resume})
-        follow(folder, config.rounds, run, flower, on_record)
+        place = {PARTITIONS: nodes, "state-dir": str(folder / "nodes")}
+        with ThreadPoolExecutor(4) as threads:  # most of it is Flower's command line starting up
+            starts = [
+                threads.submit(flower.add_supernode, f"supernode-{n}", {PARTITION: n, **place})
+                for n in range(nodes)
+            ]
+            for start in starts:
+                start.result()
+        flower.submit(flower.home / "app", {"run-dir": str(folder), "resume": resume})
+        follow(folder, config.rounds, flower, ("superlink", "run"), on_record)
 
 
 def follow(
     folder: Path,
     rounds: int,
-    run: subprocess.Popen[bytes],
     flower: LocalFlower,
+    needed: Sequence[str],
     on_record: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Hand on each round as it is written, until the run ends; raise if it did not end well."""
+    """Hand on each round as it is written, until the run ends; raise if it did not end well, or if
+    a process is gone that it needs."""
     seen = 0
     while True:
-        ended = run.poll() is not None
-        gone = [n for n in ("superlink",) if flower.processes[n].poll() is not None]
+        gone = [name for name in needed if flower.processes[name].poll() is not None]
         lines = _lines(folder / "rounds.jsonl")
         for line in lines[seen:]:
             on_record(json.loads(line))
@@ -231,8 +236,8 @@ def follow(
             raise {"Diverged": _diverged, "PrefedError": PrefedError}.get(end["kind"], RunFailed)(
                 end["message"]
             )
-        if ended or gone:
-            what = "the SuperLink has died" if gone else "the ServerApp ended before the run did"
+        if gone:
+            what = "the SuperLink has died" if gone[0] == "superlink" else "the run has ended early"
             raise RunFailed(f"{what}; go on with --resume\n{summary(flower.logs)}")
         time.sleep(0.2)
 
@@ -249,6 +254,7 @@ def summary(logs: Path) -> str:
 def check_folder(folder: Path, config: Config, resume: bool) -> None:
     """Say now, and not in a log of Flower's, what RunDirectory.open would refuse."""
     RunDirectory.open(folder, config, resume).close()
+    (folder / END).unlink(missing_ok=True)
 
 
 def _lines(path: Path) -> list[str]:
