@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from flwr.supercore import log
 from logging import INFO, WARNING
 from torch import Tensor
 
-from prefed.admission import Admission, Arrived, Refused, expected
+from prefed.admission import Admission, Arrived, Refused, Spec, expected
 from prefed.cli.progress import describe
 from prefed.config import Config, load
 from prefed.engines.auto import Choice
@@ -108,7 +108,7 @@ class Deployment(Simulation):
             about["refused"] = {str(c): str(r) for c, r in sorted(gathering.refused.items())}
         return Trained(values, loss, len(admitted), {}, about)
 
-    def _ask(self, gathering: Gathering, broadcast: ArrayRecord, specs: Any) -> None:
+    def _ask(self, gathering: Gathering, broadcast: ArrayRecord, specs: Mapping[str, Spec]) -> None:
         """Ask the clients whose update is missing, and take what comes until the deadline."""
         seconds, started = self.options.round_seconds, time.monotonic()
         self.nodes.refresh(min(seconds, self.options.join_seconds))
@@ -146,20 +146,22 @@ class Deployment(Simulation):
         group = str(self.server.round + 1)
         return Message(content, node, MessageType.TRAIN, ttl=seconds, group_id=group)
 
-    def _take(self, gathering: Gathering, client: int, content: RecordDict, specs: Any) -> None:
-        def read() -> Arrived:
-            about = content.get(p.about_key(client))
-            if not isinstance(about, MetricRecord):
-                raise Refused("it has no metrics")
-            values = unpack(content.get(p.update_key(client)), specs)
-            keys = (p.CLIENT, p.ROUND, p.SAMPLES, p.LOSS)
-            return Arrived(*(about.get(key) for key in keys), values)
-
-        if gathering.take(client, read) is not None:
+    def _take(self, gathering: Gathering, client: int, content: RecordDict, specs: Mapping[str, Spec]) -> None:
+        if gathering.take(client, lambda: read_update(client, content, specs)) is not None:
             began, last = content[p.about_key(client)].get(p.AFTER), int(self.after[client])
             if self._keeps and began != last:
                 log(WARNING, "client %d has lost what it kept in round %d and began anew",
                     client, last + 1)  # fmt: skip
+
+
+def read_update(client: int, content: RecordDict, specs: Mapping[str, Spec]) -> Arrived:
+    """What a node's reply holds for one of its clients."""
+    about = content.get(p.about_key(client))
+    if not isinstance(about, MetricRecord):
+        raise Refused("it has no metrics")
+    values = unpack(content.get(p.update_key(client)), specs)
+    number, round, samples, loss = (about.get(k) for k in (p.CLIENT, p.ROUND, p.SAMPLES, p.LOSS))
+    return Arrived(number, round, samples, loss, values)
 
 
 def round_up(number: float) -> int:
