@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -50,6 +52,7 @@ class LocalFlower:
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "PYTHONPATH": os.pathsep.join(_import_paths()),
             "NO_COLOR": "1",
         }
 
@@ -169,6 +172,11 @@ class LocalFlower:
             time.sleep(0.1)
         raise RunFailed(f"the {name} did not start; see {self.logs / f'{name}.log'}")
 
+    def let_end(self, name: str) -> None:
+        """Give a process that is about to end by itself the time to do so."""
+        with suppress(subprocess.TimeoutExpired):
+            self.processes[name].wait(STOP_SECONDS)
+
     def stop(self, *names: str) -> None:
         """End processes and all they have started: asked first, made to after a while."""
         groups = {name: self.processes.pop(name) for name in names}
@@ -202,13 +210,12 @@ def deploy_locally(
         write_app(flower.home / "app", config, options)
         flower.start_superlink()
         place = {PARTITIONS: nodes, "state-dir": str(folder / "nodes")}
+        names = [f"supernode-{number}" for number in range(nodes)]
+        keys = [make_node_key(flower.home / name) for name in names]
         with ThreadPoolExecutor(4) as threads:  # most of it is Flower's command line starting up
-            starts = [
-                threads.submit(flower.add_supernode, f"supernode-{n}", {PARTITION: n, **place})
-                for n in range(nodes)
-            ]
-            for start in starts:
-                start.result()
+            list(threads.map(flower.register, keys))
+        for number, name in enumerate(names):
+            flower.start_supernode(name, {PARTITION: number, **place}, flower.home / name)
         flower.submit(flower.home / "app", {"run-dir": str(folder), "resume": resume})
         follow(folder, config.rounds, flower, ("superlink", "run"), on_record)
 
@@ -230,12 +237,16 @@ def follow(
             on_record(json.loads(line))
         seen = max(seen, len(lines))
         if (folder / "model.safetensors").exists() and seen >= rounds:
+            flower.let_end(*needed[-1:])
             return
         if (folder / END).exists():
             end = json.loads((folder / END).read_text())
             raise {"Diverged": _diverged, "PrefedError": PrefedError}.get(end["kind"], RunFailed)(
                 end["message"]
             )
+        nodes = [q.poll() for name, q in flower.processes.items() if name.startswith("supernode")]
+        if nodes and None not in nodes:
+            raise RunFailed(f"all SuperNodes have died; go on with --resume\n{summary(flower.logs)}")
         if gone:
             what = "the SuperLink has died" if gone[0] == "superlink" else "the run has ended early"
             raise RunFailed(f"{what}; go on with --resume\n{summary(flower.logs)}")
@@ -243,11 +254,12 @@ def follow(
 
 
 def summary(logs: Path) -> str:
-    """The last lines that speak of errors, of every log."""
+    """The last exceptions in every log."""
     found = []
     for path in sorted(logs.glob("*.log")):
-        lines = [line for line in path.read_text(errors="replace").splitlines() if "ERROR" in line]
-        found += [f"{path}: {line[:300]}" for line in lines[-2:]]
+        lines = path.read_text(errors="replace").splitlines()
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed)\b", line)]
+        found += [f"{path}: {line[:300]}" for line in errors[-2:]]
     return "\n".join(found) or f"the logs are in {logs}"
 
 
@@ -277,10 +289,8 @@ def free_port() -> int:
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def _alive(process: subprocess.Popen[bytes]) -> bool:
@@ -293,8 +303,16 @@ def _alive(process: subprocess.Popen[bytes]) -> bool:
     return True
 
 
+def _import_paths() -> list[str]:
+    """Where modules are found here, for processes that stand elsewhere: a config may name things
+    of the user's own."""
+    paths = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return [str(Path(path).absolute()) for path in paths if path]
+
+
 def _die_with_parent() -> None:
-    """If prefed itself is killed, what it started must not stay behind (Linux only)."""
+    """If prefed itself is killed, what it started must not stay behind (Linux only). The signal
+    comes when the thread ends that started it, so that must be the main one."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
