@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 from prefed.cli import app
 from prefed.config import load
 from prefed.errors import PrefedError
+from prefed.files import is_locked
 from prefed.flower.credentials import make_certificates, make_node_key
 from prefed.flower.local import LocalFlower, follow
 from prefed.flower.options import Options
@@ -94,14 +95,14 @@ def test_a_small_deployment(tmp_path: Path, nothing_left: dict[str, str]) -> Non
     """Two nodes, TLS and keys, three rounds, state that clients keep: the bits of simulation."""
     changes = ["rounds=3", "algorithm=prefed", "momentum=keep"]
     words = ["digits-noniid", *options(changes), "--local", "2", "--out", str(tmp_path / "run")]
-    output, errors = (done := deploy(words, nothing_left)).communicate(timeout=240)
+    output, errors = (done := deploy(words, nothing_left)).communicate(timeout=900)
     assert done.returncode == 0, errors
     assert re.findall(r"round (\d)/3", output) == ["1", "2", "3"]
     assert_equals_simulation(tmp_path / "run", changes)
     assert {p.name for p in (tmp_path / "run" / "logs").iterdir()} == {
         "superlink.log", "supernode-0.log", "supernode-1.log", "run.log"
     }  # fmt: skip
-    again, errors = (refused := deploy(words, nothing_left)).communicate(timeout=60)
+    _, errors = (refused := deploy(words, nothing_left)).communicate(timeout=60)
     assert refused.returncode == 2
     assert "holds this run already" in errors
 
@@ -130,7 +131,9 @@ def test_the_written_app(tmp_path: Path, nothing_left: dict[str, str]) -> None:
     assert written == {"pyproject.toml", "README.md", *package}
     build = [str(Path(sys.executable).parent / "flwr"), "build", "--app", str(written_to)]
     home = {**nothing_left, "FLWR_HOME": str(tmp_path / "home"), "FLWR_TELEMETRY_ENABLED": "0"}
-    built = subprocess.run(build, env=home, cwd=tmp_path, capture_output=True, text=True, check=False)
+    built = subprocess.run(
+        build, env=home, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert built.returncode == 0, built.stdout + built.stderr
     _, errors = (done := deploy(words, nothing_left)).communicate(timeout=60)
     assert done.returncode == 2
@@ -151,11 +154,11 @@ def wait_until(what: Callable[[], bool], seconds: float) -> None:
     ["algorithm=prefed", "momentum=reset"],
     ["algorithm=prefed", "momentum=keep"],
     ["algorithm=prefedopt"],
-])  # fmt: skip
+], ids="".join)  # fmt: skip
 def test_four_nodes(changes: list[str], tmp_path: Path, nothing_left: dict[str, str]) -> None:
-    changes = [*changes, "rounds=5"]
+    changes = [*changes, "rounds=4"]
     words = ["digits-noniid", *options(changes), "--local", "4", "--out", str(tmp_path / "run")]
-    _, errors = (done := deploy(words, nothing_left)).communicate(timeout=500)
+    _, errors = (done := deploy(words, nothing_left)).communicate(timeout=900)
     assert done.returncode == 0, errors
     assert_equals_simulation(tmp_path / "run", changes)
 
@@ -164,7 +167,7 @@ def test_four_nodes(changes: list[str], tmp_path: Path, nothing_left: dict[str, 
 def test_on_flower_s_simulation_engine(tmp_path: Path, nothing_left: dict[str, str]) -> None:
     changes = ["algorithm=prefed", "momentum=keep", "rounds=3"]
     words = ["digits-noniid", *options(changes), "--simulate", "3", "--out", str(tmp_path / "run")]
-    _, errors = (done := deploy(words, nothing_left)).communicate(timeout=300)
+    _, errors = (done := deploy(words, nothing_left)).communicate(timeout=900)
     assert done.returncode == 0, errors
     assert_equals_simulation(tmp_path / "run", changes)
 
@@ -197,13 +200,13 @@ def test_strangers_are_refused(flower: LocalFlower, tmp_path: Path) -> None:
     flower.start_supernode("unregistered", {}, flower.home / "unregistered")
     flower.start_supernode("deceived", {}, flower.home / "deceived", other / "ca.crt")
     flower.add_supernode("honest", {})
-    wait_until(lambda: "SuperNode ID" in (flower.logs / "honest.log").read_text(), 60)
+    wait_until(lambda: "SuperNode ID" in (flower.logs / "honest.log").read_text(), 200)
     time.sleep(5)
     assert online(flower) == 1
     for name in ("no-key", "unregistered", "deceived"):
         text = (flower.logs / f"{name}.log").read_text()
         assert "SuperNode ID" not in text
-        assert re.search("CERTIFICATE_VERIFY_FAILED|[Uu]nauth|[Aa]uthenticat|401|403|denied", text), text
+        assert re.search("CERTIFICATE_VERIFY_FAILED|Failed to activate SuperNode", text), text
 
 
 def start(flower: LocalFlower, folder: Path, changes: list[str], nodes: int, **more: Any) -> None:
@@ -223,13 +226,13 @@ def trained(flower: LocalFlower, name: str) -> int:
 @slow
 def test_a_node_is_killed_in_the_middle_of_a_round(flower: LocalFlower, tmp_path: Path) -> None:
     folder, changes = tmp_path / "run", ["algorithm=fedavg", "rounds=2", "local_steps=2000"]
-    start(flower, folder, changes, 3, round_seconds=60.0, quorum=0.4, join_seconds=60.0)
-    wait_until(lambda: trained(flower, "supernode-1") > 0, 120)
+    start(flower, folder, changes, 3, round_seconds=90.0, quorum=0.4)
+    wait_until(lambda: trained(flower, "supernode-1") > 0, 400)
     os.killpg(flower.processes["supernode-1"].pid, signal.SIGKILL)
     killed = time.monotonic()
     records: list[dict[str, Any]] = []
     follow(folder, 2, flower, ("superlink", "run"), records.append)
-    assert time.monotonic() - killed < 2 * 60 + 30
+    assert time.monotonic() - killed < 2 * 90 + 60
     for record in records:
         gone = {str(client) for client in record["cohort"] if client % 3 == 1}
         assert set(record["refused"]) == gone
@@ -240,10 +243,12 @@ def test_a_node_is_killed_in_the_middle_of_a_round(flower: LocalFlower, tmp_path
 def test_a_node_restarts_with_what_its_clients_kept(flower: LocalFlower, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     changes = ["algorithm=prefed", "momentum=keep", "rounds=5"]
-    start(flower, folder, changes, 2, round_seconds=60.0, quorum=1.0, retries=5)
+    start(flower, folder, changes, 2, round_seconds=120.0, quorum=1.0, retries=5)
     rounds = folder / "rounds.jsonl"
-    wait_until(lambda: rounds.exists() and len(rounds.read_text().splitlines()) >= 2, 180)
-    os.killpg(flower.processes["supernode-1"].pid, signal.SIGKILL)
+    wait_until(lambda: rounds.exists() and len(rounds.read_text().splitlines()) >= 2, 600)
+    killed = flower.processes.pop("supernode-1")
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
     place = {PARTITION: 1, PARTITIONS: 2, "state-dir": str(folder / "nodes")}
     flower.start_supernode("supernode-1", place, flower.home / "supernode-1")
     follow(folder, 5, flower, ("superlink", "run"), lambda record: None)
@@ -258,7 +263,7 @@ def test_resume(how: str, tmp_path: Path, nothing_left: dict[str, str]) -> None:
     words = ["digits-noniid", *options(changes), "--local", "2", "--out", str(folder)]
     running = deploy(words, nothing_left)
     rounds = folder / "rounds.jsonl"
-    wait_until(lambda: rounds.exists() and len(rounds.read_text().splitlines()) >= 2, 180)
+    wait_until(lambda: rounds.exists() and len(rounds.read_text().splitlines()) >= 2, 600)
     scratch = Path(nothing_left["TMPDIR"])
     if how == "superlink":
         (pid,) = [n for n, c in processes_of(scratch).items() if "flower-superlink" in c]
@@ -272,12 +277,12 @@ def test_resume(how: str, tmp_path: Path, nothing_left: dict[str, str]) -> None:
     elif how == "ctrl-c":
         assert running.returncode == 130
         assert "--resume" in errors
-    wait_until(lambda: not processes_of(scratch), 30)
+    wait_until(lambda: not processes_of(scratch) and not is_locked(folder), 30)
     for left in scratch.glob("prefed-flower-*"):  # only where prefed itself was killed
         assert how == "killed"
         subprocess.run(["rm", "-r", str(left)], check=True)
     assert load_run(folder).status == "interrupted"
-    _, errors = (again := deploy([*words, "--resume"], nothing_left)).communicate(timeout=300)
+    _, errors = (again := deploy([*words, "--resume"], nothing_left)).communicate(timeout=900)
     assert again.returncode == 0, errors
     assert_equals_simulation(folder, changes)
 
@@ -291,7 +296,7 @@ def test_a_stock_app_on_a_real_deployment(
         flower.add_supernode(f"supernode-{number}", {PARTITION: number, PARTITIONS: 2})
     model = tmp_path / "final.safetensors"
     changes = {"strategy": strategy, "model-file": str(model)}
-    flower.submit(ROOT / "examples" / "flower_stock", changes).wait(300)
+    flower.submit(ROOT / "examples" / "flower_stock", changes).wait(600)
     log = (flower.logs / "run.log").read_text()
     accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)", log)]
     assert len(accuracies) == 3, log

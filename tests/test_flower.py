@@ -56,7 +56,12 @@ class Federation:
     """A config, its nodes, and a server to run it."""
 
     def __init__(
-        self, config: Config, folder: Path, nodes: int = 3, tamper: Tamper | None = None, **options: Any
+        self,
+        config: Config,
+        folder: Path,
+        nodes: int = 3,
+        tamper: Tamper | None = None,
+        **options: Any,
     ) -> None:
         self.config, self.folder = config, folder
         folder.mkdir(exist_ok=True)
@@ -121,8 +126,8 @@ def poison(client: int, what: str) -> Tamper:
     def tamper(node: int, message: Message, reply: Message) -> Message:
         if reply.has_error() or p.about_key(client) not in reply.content:
             return reply
-        arrays = reply.content[p.update_key(client)]
-        about = reply.content[p.about_key(client)]
+        arrays: Any = reply.content[p.update_key(client)]
+        about: Any = reply.content[p.about_key(client)]
         if what == "nan":
             bad = arrays["weights"].numpy().copy()
             bad[0] = float("nan")

@@ -6,7 +6,7 @@ import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -67,14 +67,15 @@ def tiny_app(samples: list[tuple[Any, Any]], helper: str = "plain") -> ClientApp
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        x, y = samples[int(context.node_config[p.PARTITION])]  # type: ignore[arg-type]
+        x, y = samples[int(context.node_config[p.PARTITION])]
         batch = (torch.tensor(x), torch.tensor(y))
-        model = tiny_model()
+        model, content = tiny_model(), cast(Any, message.content)
         if helper == "local_train":
-            return prefed.flower.local_train(
+            reply: Message = prefed.flower.local_train(
                 message, context, model, [batch] * STEPS, samples=len(x)
-            )  # type: ignore[no-any-return]
-        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+            )
+            return reply
+        model.load_state_dict(content["arrays"].to_torch_state_dict())
         optimiser: Any = torch.optim.SGD(model.parameters(), LR)
         if helper == "covariance":
             optimiser = prefed.optim.Covariance(model.parameters(), LR)
@@ -83,11 +84,11 @@ def tiny_app(samples: list[tuple[Any, Any]], helper: str = "plain") -> ClientApp
             optimiser.zero_grad(set_to_none=False)
             nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
             optimiser.step()
-        reply = RecordDict({"arrays": ArrayRecord(model.state_dict())})
+        answer = RecordDict({"arrays": ArrayRecord(model.state_dict())})
         if helper == "covariance":
-            reply[p.STATE] = prefed.flower.state_record(message, model, optimiser)
-        reply["metrics"] = MetricRecord({"num-examples": len(x)})
-        return Message(reply, reply_to=message)
+            answer[p.STATE] = prefed.flower.state_record(message, model, optimiser)
+        answer["metrics"] = MetricRecord({"num-examples": len(x)})
+        return Message(answer, reply_to=message)
 
     return app
 
@@ -122,7 +123,9 @@ def simulated(algorithm: prefed.Algorithm, rounds: int = 4, **options: Any) -> t
 OPTIONS = {"fraction_evaluate": 0.0, "local_steps": STEPS, "ask_partitions": True}
 
 
-@pytest.mark.parametrize("name", ["FedAvg", "FedAvgM", "FedAdagrad", "FedAdam", "FedYogi", "PreFedOpt"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["FedAvg", "FedAvgM", "FedAdagrad", "FedAdam", "FedYogi", "PreFedOpt"]
+)
 def test_server_side_algorithms_with_a_plain_client(name: str, tmp_path: Path) -> None:
     strategy = getattr(prefed.flower, name)(client_lr=LR, **OPTIONS)
     result = run(strategy, tiny_grid(tiny_app(arrays()), tmp_path))

@@ -49,12 +49,14 @@ def honest(algorithm: str) -> tuple[Simulation, dict[str, Spec], dict[str, torch
 
 def content(algorithm: str) -> RecordDict:
     _, _, values, samples = honest(algorithm)
-    about = {p.CLIENT: CLIENT, p.ROUND: ROUND, p.SAMPLES: samples, p.LOSS: 1.0, p.AFTER: -1}
-    return RecordDict({p.update_key(CLIENT): pack(values), p.about_key(CLIENT): MetricRecord(about)})
+    about: Any = {p.CLIENT: CLIENT, p.ROUND: ROUND, p.SAMPLES: samples, p.LOSS: 1.0, p.AFTER: -1}
+    return RecordDict(
+        {p.update_key(CLIENT): pack(values), p.about_key(CLIENT): MetricRecord(about)}
+    )
 
 
 def gathering(algorithm: str) -> Gathering:
-    simulation, specs, values, samples = honest(algorithm)
+    _, specs, values, samples = honest(algorithm)
     admission = Admission(specs, ROUND, [1, CLIENT, 5], samples={CLIENT: samples})
     result = Gathering(admission, [1, CLIENT, 5], lambda n: 1.0)
     result.take(1, lambda: Arrived(1, ROUND, 9, 0.5, values))
@@ -85,7 +87,7 @@ def zipped(array: Any) -> bytes:
 def bad_arrays(draw: st.DrawFn, algorithm: str) -> RecordDict:
     """Something wrong with the arrays."""
     made = content(algorithm)
-    arrays = made[p.update_key(CLIENT)]
+    arrays: Any = made[p.update_key(CLIENT)]
     name = draw(st.sampled_from([n for n in arrays if arrays[n].numpy().size]))
     good = arrays[name].numpy()
     index = draw(st.integers(0, good.size - 1))
@@ -135,9 +137,8 @@ def bad_arrays(draw: st.DrawFn, algorithm: str) -> RecordDict:
     elif action == len(kinds) + 2:
         arrays[name + draw(st.sampled_from([" ", ".", "\0", "_"]))] = arrays.pop(name)
     else:
-        made[p.update_key(CLIENT)] = draw(
-            st.sampled_from([ConfigRecord({"weights": [1.0]}), MetricRecord({"weights": 1.0}), ArrayRecord()])
-        )
+        others: list[Any] = [ConfigRecord({"weights": [1.0]}), MetricRecord({"weights": 1.0})]
+        made[p.update_key(CLIENT)] = draw(st.sampled_from([*others, ArrayRecord()]))
     return made
 
 
@@ -148,7 +149,8 @@ numbers = st.one_of(st.integers(-(1 << 62), 1 << 62), st.floats(), st.lists(st.i
 def bad_metrics(draw: st.DrawFn, algorithm: str) -> RecordDict:
     """Something wrong with what it says about itself."""
     made = content(algorithm)
-    about, samples = made[p.about_key(CLIENT)], honest(algorithm)[3]
+    about: Any = made[p.about_key(CLIENT)]
+    samples = honest(algorithm)[3]
     key = draw(st.sampled_from([p.CLIENT, p.ROUND, p.SAMPLES, p.LOSS]))
     right = {p.CLIENT: CLIENT, p.ROUND: ROUND, p.SAMPLES: samples}
     if key == p.LOSS:
@@ -236,7 +238,9 @@ def test_finite_updates_cannot_add_up_to_infinity() -> None:
 
     mean = Mean()
     for position in range(1000):
-        mean.add(position, {"weights": torch.full((2,), largest(torch.float32))}, LARGEST_COUNT, 0.0)
+        mean.add(
+            position, {"weights": torch.full((2,), largest(torch.float32))}, LARGEST_COUNT, 0.0
+        )
     assert torch.isfinite(mean.result()[0]["weights"]).all()
 
 

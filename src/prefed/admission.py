@@ -147,10 +147,17 @@ def _check_value(name: str, spec: Spec, value: Any) -> None:
         raise Refused(f"{name}: {value.dtype}, not {spec.dtype}")
     if tuple(value.shape) != spec.shape:
         raise Refused(f"{name}: shape {tuple(value.shape)}, not {spec.shape}")
-    if spec.dtype.is_floating_point and not bool((value.abs() <= largest(spec.dtype)).all()):
-        raise NotFinite(f"{name}: values that are not finite, or beyond all reason")
-    if spec.nonnegative:
-        _check_nonnegative(name, value)
+    if value.numel() == 0 or value.dtype == torch.bool:
+        return
+    low, high = (float(bound) for bound in torch.aminmax(value))  # NaN if there is one
+    if spec.dtype.is_floating_point:
+        limit = largest(spec.dtype)
+        if not (-limit <= low and high <= limit):
+            raise NotFinite(f"{name}: values that are not finite, or beyond all reason")
+    if spec.nonnegative and low < 0 and value.dim() < 2:
+        raise Refused(f"{name}: values below 0")
+    if spec.nonnegative and value.dim() == 2:
+        _check_covariance(name, value)
 
 
 def largest(dtype: torch.dtype) -> float:
@@ -158,11 +165,7 @@ def largest(dtype: torch.dtype) -> float:
     return 1e4 if dtype == torch.float16 else math.sqrt(torch.finfo(dtype).max)
 
 
-def _check_nonnegative(name: str, value: Tensor) -> None:
-    if value.dim() < 2:
-        if bool((value < 0).any()):
-            raise Refused(f"{name}: values below 0")
-        return
+def _check_covariance(name: str, value: Tensor) -> None:
     P = value.double()
     if not torch.allclose(P, P.mT, rtol=1e-4, atol=1e-4 * float(P.abs().max())):
         raise Refused(f"{name}: not symmetric")

@@ -29,7 +29,7 @@ def through_the_wire(message: Message) -> Message:
 
 
 class LoopbackGrid(Grid):
-    """nodes: node id -> (ClientApp, node config). With `backwards`, the last one asked answers first."""
+    """nodes: node id -> (ClientApp, node config). backwards: the last one asked answers first."""
 
     def __init__(
         self,
@@ -88,7 +88,11 @@ class LoopbackGrid(Grid):
             reply = Message(Error(code=2, reason=f"{type(error)}:<'{error}'>"), reply_to=arrived)
         reply.metadata.__dict__["_message_id"] = "reply"
         tampered = self.tamper(node, message, reply)
-        return None if tampered is None else through_the_wire(tampered)
+        back = None if tampered is None else through_the_wire(tampered)
+        for made in (arrived, reply):  # as when the client's process ends
+            if made.has_content():
+                made.content.clear()
+        return back
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None

@@ -27,9 +27,7 @@ def main(grid: Grid, context: Context) -> None:
             server_lr=0.003, per_step=False, fraction_train=fraction_train
         )
     else:
-        strategy = prefed.flower.FedAdam(
-            server_lr=0.003, beta1=0.0, fraction_train=fraction_train
-        )
+        strategy = prefed.flower.FedAdam(server_lr=0.003, beta1=0.0, fraction_train=fraction_train)
 
     result = strategy.start(
         grid=grid,

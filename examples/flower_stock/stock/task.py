@@ -1,7 +1,7 @@
 """Model, data and loops, as in Flower's PyTorch template."""
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

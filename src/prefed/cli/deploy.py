@@ -27,7 +27,9 @@ def deploy(
     ] = None,
     out: Out = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --out")] = False,
-    quorum: Annotated[float, typer.Option(help="a round counts with this share of its cohort")] = 0.5,
+    quorum: Annotated[
+        float, typer.Option(help="a round counts with this share of its cohort")
+    ] = 0.5,
     retries: Annotated[int, typer.Option(help="how often missing clients are asked again")] = 2,
     round_seconds: Annotated[float, typer.Option(help="deadline of a round")] = 600.0,
     join_seconds: Annotated[float, typer.Option(help="how long to wait for nodes")] = 300.0,

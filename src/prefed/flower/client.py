@@ -61,10 +61,9 @@ def _train(text: str, own: OwnData | None, asked: RecordDict, context: Context) 
     from prefed.flower.wire import pack, unpack
     from prefed.round import Server, first_kept
 
-    ask = asked[p.ASK]
-    if ask[p.CONFIG] != p.fingerprint(text):  # type: ignore[index]
+    ask = p.Ask.read(asked.get(p.ASK))
+    if ask.config != p.fingerprint(text):
         raise PrefedError("the server runs another config than this node's app holds")
-    round, clients, after, run = (ask[k] for k in (p.ROUND, p.CLIENTS, p.AFTER, p.RUN))  # type: ignore[index]
     partition, partitions = _place(context)
 
     simulation = load(tomllib.loads(text)).make_simulation()
@@ -75,26 +74,26 @@ def _train(text: str, own: OwnData | None, asked: RecordDict, context: Context) 
     state = unpack(asked[p.SERVER], expected(algorithm, layout, simulation.server))
     state = {name: value.to(task.device) for name, value in state.items()}
     weights, buffers = state.pop("weights"), state.pop("buffers")
-    server = Server(int(round), weights, buffers, {}, state)
+    server = Server(ask.round, weights, buffers, {}, state)
 
     keeps = first_kept(algorithm, layout, weights)
     specs = {n: Spec(tuple(v.shape), v.dtype) for n, v in keeps.items()}
-    store = KeptState(state_directory(dict(context.node_config)), str(run))
+    store = KeptState(state_directory(dict(context.node_config)), ask.run)
     engine = Sequential(task, simulation.data, simulation.settings)
     reply = RecordDict()
-    for client, last in zip(clients, after, strict=True):
+    for client, last in zip(ask.clients, ask.after, strict=True):
         if p.hosted(client, partitions) != partition:
             raise PrefedError(f"client {client} does not live on partition {partition}")
         began = store.read(client, last, specs) if keeps else None
         kept = {} if began is None else {client: {n: v.to(task.device) for n, v in began.items()}}
         update = engine.update(algorithm, server, [client], kept)
         if keeps:
-            store.write(client, int(round), {n: v[0] for n, v in update.kept.items()})
+            store.write(client, ask.round, {n: v[0] for n, v in update.kept.items()})
         reply[p.update_key(client)] = pack({n: v[0] for n, v in update.values.items()})
         reply[p.about_key(client)] = MetricRecord(
             {
                 p.CLIENT: client,
-                p.ROUND: int(round),
+                p.ROUND: ask.round,
                 p.SAMPLES: len(simulation.data.client(client)),
                 p.LOSS: float(update.losses[0]),
                 p.AFTER: last if began is not None else -1,

@@ -206,7 +206,8 @@ class _Block:
     """One client, on batches that the user made."""
 
     def __init__(self, flat: FlatModel, batches: Sequence[Batch], loss: Loss) -> None:
-        self.clients, self.layout = [0], flat.layout
+        self.clients: Sequence[int] = [0]
+        self.layout = flat.layout
         self.flat, self.batches, self.loss = flat, batches, loss
         self.weights, self.gradient = flat.weights[None], flat.gradient[None]
 
@@ -214,7 +215,7 @@ class _Block:
         x, y = (part.to(self.weights.device) for part in self.batches[k])
         self.flat.gradient.zero_()
         loss = self.loss(self.flat.module(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()[None]
 
     def state(self, name: str, field: Field) -> Tensor:

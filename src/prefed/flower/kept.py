@@ -1,8 +1,8 @@
 """What clients keep between rounds, on the disk of their own node.
 
 A file holds a client's state as it was after one round. The server says after which round a client
-last took part, so a round that is tried again, or that the server forgot when it was restarted, begins from
-the state it began from the first time. Older files go when newer ones come.
+last took part, so a round that is tried again, or that the server forgot when it was restarted,
+begins from the state it began from the first time. Older files go when newer ones come.
 """
 
 from __future__ import annotations

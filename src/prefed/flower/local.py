@@ -14,15 +14,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 from prefed.config import Config
 from prefed.errors import Diverged, PrefedError, RunFailed
+from prefed.files import is_locked
 from prefed.flower.credentials import make_certificates, make_node_key
 from prefed.flower.options import Options
 from prefed.flower.protocol import PARTITION, PARTITIONS
@@ -79,6 +80,7 @@ class LocalFlower:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # nothing may come between us and the end
         self.stop(*reversed(self.processes))
+        self._sweep()
         shutil.rmtree(self.home, ignore_errors=True)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -151,13 +153,17 @@ class LocalFlower:
             check=False,
         )
         if done.returncode:
-            raise RunFailed(f"{' '.join(command[:3])} failed: {(done.stderr or done.stdout)[-500:]}")
+            raise RunFailed(
+                f"{' '.join(command[:3])} failed: {(done.stderr or done.stdout)[-500:]}"
+            )
         return done.stdout
 
     def _resolve(self, command: tuple[str, ...]) -> list[str]:
         found = shutil.which(command[0], path=self.environment["PATH"])
         if found is None:
-            raise PrefedError(f"{command[0]} is not there; install it: pip install 'prefed[flower]'")
+            raise PrefedError(
+                f"{command[0]} is not there; install it: pip install 'prefed[flower]'"
+            )
         return [found, *command[1:]]
 
     def wait_for_port(self, name: str, port: int) -> None:
@@ -171,6 +177,15 @@ class LocalFlower:
                     return
             time.sleep(0.1)
         raise RunFailed(f"the {name} did not start; see {self.logs / f'{name}.log'}")
+
+    def _sweep(self) -> None:
+        """Kill what lives in this home and in no process group of ours: a SuperLink that was
+        killed leaves its ServerApp behind, which would hold the run directory (Linux only)."""
+        mark = f"FLWR_HOME={self.home}\0".encode()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if mark in (folder / "environ").read_bytes() + b"\0":
+                    os.kill(int(folder.name), signal.SIGKILL)
 
     def let_end(self, name: str) -> None:
         """Give a process that is about to end by itself the time to do so."""
@@ -206,7 +221,7 @@ def deploy_locally(
         raise PrefedError(f"--local {nodes}: there are only {clients} clients")
     folder = folder.absolute()
     check_folder(folder, config, resume)
-    with LocalFlower(folder / "logs") as flower:
+    with released(folder), LocalFlower(folder / "logs") as flower:
         write_app(flower.home / "app", config, options)
         flower.start_superlink()
         place = {PARTITIONS: nodes, "state-dir": str(folder / "nodes")}
@@ -241,12 +256,12 @@ def follow(
             return
         if (folder / END).exists():
             end = json.loads((folder / END).read_text())
-            raise {"Diverged": _diverged, "PrefedError": PrefedError}.get(end["kind"], RunFailed)(
-                end["message"]
-            )
+            raise _as_told(end["kind"], end["message"])
         nodes = [q.poll() for name, q in flower.processes.items() if name.startswith("supernode")]
         if nodes and None not in nodes:
-            raise RunFailed(f"all SuperNodes have died; go on with --resume\n{summary(flower.logs)}")
+            raise RunFailed(
+                f"all SuperNodes have died; go on with --resume\n{summary(flower.logs)}"
+            )
         if gone:
             what = "the SuperLink has died" if gone[0] == "superlink" else "the run has ended early"
             raise RunFailed(f"{what}; go on with --resume\n{summary(flower.logs)}")
@@ -269,13 +284,28 @@ def check_folder(folder: Path, config: Config, resume: bool) -> None:
     (folder / END).unlink(missing_ok=True)
 
 
+@contextmanager
+def released(folder: Path) -> Iterator[None]:
+    """Afterwards nobody holds the run directory: a process that was killed lets go of it a moment
+    later."""
+    try:
+        yield
+    finally:
+        end = time.monotonic() + STOP_SECONDS
+        while is_locked(folder) and time.monotonic() < end:
+            time.sleep(0.05)
+
+
 def _lines(path: Path) -> list[str]:
     text = path.read_text() if path.exists() else ""
     return text[: text.rfind("\n") + 1].splitlines()
 
 
-def _diverged(message: str) -> Diverged:
-    return Diverged(message, [])
+def _as_told(kind: str, message: str) -> Exception:
+    """The error that ended a ServerApp, in this process."""
+    if kind == "Diverged":
+        return Diverged(message, [])
+    return PrefedError(message) if kind == "PrefedError" else RunFailed(message)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -8,6 +8,7 @@ there are as many nodes as clients.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from logging import INFO, WARNING
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
@@ -19,8 +20,10 @@ from prefed.flower import protocol as p
 from prefed.flower.exchange import exchange
 
 PAUSE = 1.0
-SILENT = 60.0
-"""Seconds after which a node that has not said who it is gets asked again."""
+QUERY_SECONDS = 60.0
+"""So long a newcomer may hold up a round."""
+FIRST_BREAK, LONGEST_BREAK = 20.0, 3600.0
+"""Seconds after which a node that was turned away is asked again, twice as many each time."""
 
 
 class Nodes:
@@ -29,21 +32,21 @@ class Nodes:
         self.partitions: int | None = None
         self.nodes: dict[int, int] = {}
         """Partition -> node id."""
-        self._turned_away: dict[int, float] = {}
+        self._breaks: dict[int, tuple[float, float]] = {}
+        """Of nodes that were turned away: until when, and how long."""
 
     def of(self, client: int) -> int | None:
         """The node that a client lives on, if it is there."""
-        return None if self.partitions is None else self.nodes.get(p.hosted(client, self.partitions))
+        return (
+            None if self.partitions is None else self.nodes.get(p.hosted(client, self.partitions))
+        )
 
-    def complete(self) -> bool:
-        return self.partitions is not None and len(self.nodes) == min(self.partitions, self.clients)
-
-    def wait(self, seconds: float) -> None:
-        """Until every partition has its node, or so many seconds have passed."""
+    def wait(self, clients: Sequence[int], seconds: float) -> None:
+        """Until each of these clients has its node, or so many seconds have passed."""
         end = time.monotonic() + seconds
         while True:
             self.refresh(max(1.0, end - time.monotonic()))
-            if self.complete() or time.monotonic() >= end:
+            if all(self.of(c) is not None for c in clients) or time.monotonic() >= end:
                 break
             time.sleep(PAUSE)
         log(INFO, "%d of %s partitions have a node", len(self.nodes), self.partitions or "?")
@@ -57,14 +60,16 @@ class Nodes:
                 del self.nodes[partition]
         known = {*self.nodes.values()}
         now = time.monotonic()
-        new = [n for n in present - known if now - self._turned_away.get(n, -SILENT) >= SILENT]
+        new = [n for n in present - known if now >= self._breaks.get(n, (now, 0.0))[0]]
+        seconds = min(seconds, QUERY_SECONDS)
         messages = [Message(RecordDict(), n, MessageType.QUERY, ttl=seconds) for n in sorted(new)]
         for message, reply in exchange(self.grid, messages, seconds):
             node = message.metadata.dst_node_id
             problem = reply if isinstance(reply, Refused) else self._enter(node, reply)
             if problem is not None:
                 log(WARNING, "node %d is not used: %s", node, problem)
-                self._turned_away[node] = time.monotonic()
+                pause = min(2 * self._breaks.get(node, (0.0, FIRST_BREAK / 2))[1], LONGEST_BREAK)
+                self._breaks[node] = (time.monotonic() + pause, pause)
 
     def _enter(self, node: int, reply: Message) -> Refused | None:
         about = reply.content.get(p.NODE)

@@ -1,9 +1,9 @@
 """Central differential privacy for algorithms whose adaptive state is on the server.
 
-Flower's wrappers add the noise to what a strategy returns, which for an adaptive one is the model after
-the server's step: the noise no longer fits the step's scale, and P has been built from what was never
-noised. Here the mean change is noised first, and all that the server rule does with it, P included, is
-post-processing: the guarantee is that of the noised mean.
+Flower's wrappers add the noise to what a strategy returns, which for an adaptive one is the model
+after the server's step: the noise no longer fits the step's scale, and P has been built from what
+was never noised. Here the mean change is noised first, and all that the server rule does with it, P
+included, is post-processing: the guarantee is that of the noised mean.
 """
 
 from __future__ import annotations

@@ -8,20 +8,27 @@ import time
 import tomllib
 from collections.abc import Mapping
 from functools import partial
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord
-from flwr.app import RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
-from logging import INFO, WARNING
 from torch import Tensor
 
 from prefed.admission import Admission, Arrived, Refused, Spec, expected
 from prefed.cli.progress import describe
-from prefed.config import Config, load
+from prefed.config import load
 from prefed.engines.auto import Choice
 from prefed.errors import Diverged, PrefedError, RunFailed
 from prefed.files import write_whole
@@ -65,7 +72,7 @@ class Deployment(Simulation):
 
     def prepare(self) -> None:
         self.choice = Choice("flower", 1)
-        self.nodes.wait(self.options.join_seconds)
+        self.nodes.wait(range(len(self.data)), self.options.join_seconds)
 
     def snapshot(self) -> dict[str, Tensor]:
         return super().snapshot() | {"deployed.run": self.run, "deployed.after": self.after}
@@ -84,6 +91,7 @@ class Deployment(Simulation):
             if attempt:
                 log(WARNING, "round %d: only %d of the %d clients it needs; asking again",
                     server.round + 1, len(admission.admitted), needed)  # fmt: skip
+                self.nodes.wait(gathering.missing, options.join_seconds)
             self._ask(gathering, broadcast, specs)
             if len(admission.admitted) >= needed:
                 return self._trained(gathering, cohort)
@@ -103,7 +111,7 @@ class Deployment(Simulation):
         for client in admitted:
             self.after[client] = self.server.round
         came = traffic(self.algorithm, self.server, len(admitted), self.settings.local_steps)
-        about = {key: value for key, value in came.items() if key.startswith("bytes_up")}
+        about: Record = {key: n for key, n in came.items() if key.startswith("bytes_up")}
         if gathering.refused:
             about["refused"] = {str(c): str(r) for c, r in sorted(gathering.refused.items())}
         return Trained(values, loss, len(admitted), {}, about)
@@ -121,14 +129,14 @@ class Deployment(Simulation):
                 wanted.setdefault(node, []).append(client)
         left = max(1.0, seconds - (time.monotonic() - started))
         messages = [self._message(n, c, broadcast, left) for n, c in wanted.items()]
-        if not messages:
-            time.sleep(min(seconds, 5.0))  # give nodes that restart a moment before a retry
         for message, reply in exchange(self.grid, messages, left):
             for client in wanted[message.metadata.dst_node_id]:
                 if isinstance(reply, Refused):
                     gathering.refuse(client, reply)
                 else:
                     self._take(gathering, client, reply.content, specs)
+            if not isinstance(reply, Refused):
+                reply.content.clear()  # Flower's records hold on to each other
 
     def _message(
         self, node: int, clients: list[int], broadcast: ArrayRecord, seconds: float
@@ -146,7 +154,9 @@ class Deployment(Simulation):
         group = str(self.server.round + 1)
         return Message(content, node, MessageType.TRAIN, ttl=seconds, group_id=group)
 
-    def _take(self, gathering: Gathering, client: int, content: RecordDict, specs: Mapping[str, Spec]) -> None:
+    def _take(
+        self, gathering: Gathering, client: int, content: RecordDict, specs: Mapping[str, Spec]
+    ) -> None:
         if gathering.take(client, lambda: read_update(client, content, specs)) is not None:
             began, last = content[p.about_key(client)].get(p.AFTER), int(self.after[client])
             if self._keeps and began != last:

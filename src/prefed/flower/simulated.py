@@ -14,7 +14,7 @@ from typing import Any
 
 from prefed.config import Config
 from prefed.errors import PrefedError
-from prefed.flower.local import LocalFlower, check_folder, follow
+from prefed.flower.local import LocalFlower, check_folder, follow, released
 from prefed.flower.options import Options
 from prefed.flower.write import PACKAGE, write_app
 
@@ -33,7 +33,7 @@ def deploy_simulated(
         raise PrefedError(f"--simulate {nodes}: there are only {clients} clients")
     folder = folder.absolute()
     check_folder(folder, config, resume)
-    with LocalFlower(folder / "logs") as flower:
+    with released(folder), LocalFlower(folder / "logs") as flower:
         flower.environment["PREFED_STATE_DIR"] = str(folder / "nodes")
         write_app(flower.home / "app", config, options)
         job = options.to_run_config() | {"run-dir": str(folder), "resume": resume}
@@ -63,7 +63,7 @@ def main(config: str, nodes: str, job: str) -> None:
         num_supernodes=int(nodes),
         backend_config={
             "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-            "init_args": {"num_cpus": min(cores, int(nodes)), "include_dashboard": False},  # type: ignore[dict-item]
+            "init_args": {"num_cpus": min(cores, int(nodes)), "include_dashboard": False},
         },
     )
 

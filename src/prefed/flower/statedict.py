@@ -1,8 +1,8 @@
 """A model as stock Flower apps send it, a state dict, and as flat vectors.
 
 A state dict does not say what is a parameter and what a buffer. Integers and the statistics of
-normalisation layers, known by their names, are buffers here; others can be named. Buffers are averaged in
-float64, rounded if they count something, and go back in the type they had.
+normalisation layers, known by their names, are buffers here; others can be named. Buffers are
+averaged in float64, rounded if they count something, and go back in the type they had.
 """
 
 from __future__ import annotations

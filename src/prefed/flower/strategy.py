@@ -1,7 +1,7 @@
 """Any prefed algorithm as a Flower strategy, for apps with a ServerApp and ClientApps of their own.
 
-Server-side algorithms (FedAdam, PreFedOpt, ...) work with stock ClientApps as they are. Those with a client
-rule of their own send what their clients share in a second record beside the arrays, which
+Server-side algorithms (FedAdam, PreFedOpt, ...) work with stock ClientApps as they are. Those with
+a client rule of their own send what clients share in a second record beside the arrays, which
 `prefed.flower.local_train` reads and answers in the user's ClientApp.
 """
 
@@ -40,6 +40,7 @@ from prefed.flower.statedict import StateDict
 from prefed.flower.wire import pack, unpack
 from prefed.round import Server, check_sharing, server_update
 
+RecordType = ArrayRecord | MetricRecord | ConfigRecord
 MetricsOf = Callable[[list[RecordDict], str], MetricRecord]
 PAUSE = 1.0
 
@@ -48,7 +49,7 @@ class Strategy(FlowerStrategy):
     """The server side of an algorithm, with Flower's names for what Flower also has.
 
     algorithm            any prefed algorithm whose clients do not meet in every step
-    local_steps          what PreFedOpt divides the mean change by (per_step); stock apps do not tell
+    local_steps          what PreFedOpt divides the mean change by (per_step)
     weighting            by "samples", as Flower does, or "uniform"
     seed                 of the cohorts
     ask_partitions       draw cohorts by partition id: needs prefed.flower.tell_partition(app)
@@ -179,7 +180,7 @@ class Strategy(FlowerStrategy):
         assert self.server is not None
         assert self.gathering is not None
         self._asked, messages = {}, []
-        content = {self.arrayrecord_key: arrays}
+        content: dict[str, RecordType] = {self.arrayrecord_key: arrays}
         if self.server.shared:
             content[p.STATE] = pack(self.server.shared)
         algorithm, buffers = tell(self.algorithm), list(self.buffers)
@@ -188,9 +189,9 @@ class Strategy(FlowerStrategy):
             if node is None:
                 self.gathering.refuse(client, Refused("its node is not there"))
                 continue
-            told = {p.ALGORITHM: algorithm, p.BUFFERS: buffers}
+            told = ConfigRecord({**config, p.ALGORITHM: algorithm, p.BUFFERS: buffers})
             told[p.AFTER] = self.after.get(client, NEVER)
-            record = RecordDict(content | {self.configrecord_key: ConfigRecord({**config, **told})})
+            record = RecordDict({**content, self.configrecord_key: told})
             messages.append(Message(record, node, MessageType.TRAIN))
             self._asked[node] = client
         return messages
@@ -198,7 +199,7 @@ class Strategy(FlowerStrategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Take the replies one by one; without a quorum nothing changes and (None, None) returns."""
+        """Take the replies one by one; without a quorum nothing changes and nothing comes back."""
         gathering, server, shape = self.gathering, self.server, self.shape
         assert gathering is not None
         assert server is not None
@@ -236,7 +237,7 @@ class Strategy(FlowerStrategy):
             nonlocal found
             found, record = self._records(content)
             weights, buffers = shape.read(record)
-            values = {"weights": weights - server.weights, "buffers": buffers}
+            values = {"weights": weights.sub_(server.weights), "buffers": buffers}
             if server.shared:
                 values |= unpack(content.get(p.STATE), self._shared)
             loss, round = found.get(p.LOSS, 0.0), found.get(p.ROUND, server.round)
@@ -273,9 +274,7 @@ class Strategy(FlowerStrategy):
             self.server.weights.copy_(weights)
             self.server.buffers.copy_(buffers)
 
-    def _draw(
-        self, grid: Grid, round: int, purpose: str, fraction: float, least: int
-    ) -> list[int]:
+    def _draw(self, grid: Grid, round: int, purpose: str, fraction: float, least: int) -> list[int]:
         """So many of the clients that are there, drawn by (seed, round)."""
         least = max(least, 1)
         self.members.wait(grid, max(least, self.min_available_nodes), self.join_seconds)
@@ -366,10 +365,8 @@ class Strategy(FlowerStrategy):
         for attempt in range(1 + self.retries):
             if attempt:
                 log(WARNING, "round %d has no quorum; asking again", number)
-                self.members.refresh(grid, timeout)
+                self.members.wait_for(grid, self.gathering.missing, min(timeout, self.join_seconds))
                 messages = self._messages(self.gathering.missing, arrays, config)
-                if not messages:
-                    time.sleep(min(timeout, 5.0))
             replies = self._note_failures(exchange(grid, messages, timeout))
             found, metrics = self.aggregate_train(number, replies)
             if found is not None:
@@ -389,6 +386,7 @@ class Strategy(FlowerStrategy):
                 self.gathering.refuse(self._asked[message.metadata.dst_node_id], reply)
             elif reply.metadata.src_node_id == message.metadata.dst_node_id:
                 yield reply
+                reply.content.clear()  # Flower's records hold on to each other
             else:
                 client = self._asked[message.metadata.dst_node_id]
                 self.gathering.refuse(client, Refused("another node answered for it"))
@@ -422,6 +420,14 @@ class Members:
             time.sleep(PAUSE)
             self.refresh(grid, max(1.0, end - time.monotonic()))
 
+    def wait_for(self, grid: Grid, clients: Collection[int], seconds: float) -> None:
+        """Until these are there again, or so many seconds have passed."""
+        end = time.monotonic() + seconds
+        self.refresh(grid, seconds)
+        while not self.nodes.keys() >= set(clients) and time.monotonic() < end:
+            time.sleep(PAUSE)
+            self.refresh(grid, max(1.0, end - time.monotonic()))
+
     def refresh(self, grid: Grid, seconds: float) -> None:
         present = set(grid.get_node_ids())
         self.nodes = {number: node for number, node in self.nodes.items() if node in present}
@@ -448,10 +454,10 @@ def mean_metrics(contents: list[RecordDict], weighted_by: str) -> MetricRecord:
     shared = set.intersection(*(set(record) for record in records)) - {weighted_by}
     result: dict[str, float] = {}
     for key in sorted(shared):
-        values = [record[key] for record in records]
+        values: list[Any] = [record[key] for record in records]
         if all(isinstance(v, int | float) and math.isfinite(v) for v in values):
             pairs = zip(weights, values, strict=True)
-            result[key] = sum(w * float(v) for w, v in pairs) / sum(weights)  # type: ignore[arg-type]
+            result[key] = sum(w * float(v) for w, v in pairs) / sum(weights)
     return MetricRecord(result)  # type: ignore[arg-type]
 
 
@@ -466,7 +472,7 @@ def make_strategy(kind: type[Algorithm]) -> Callable[..., Strategy]:
     def make(**options: Any) -> Strategy:
         ours = {k: v for k, v in options.items() if k in kind.model_fields}
         theirs = {k: v for k, v in options.items() if k not in kind.model_fields}
-        known = Strategy.__init__.__kwdefaults__
+        known = Strategy.__init__.__kwdefaults__ or {}
         for name in theirs:
             if name not in known:
                 kind(**{name: theirs[name]})  # raises, with the nearest name

@@ -31,7 +31,7 @@ def write_app(folder: Path, config: Config, options: Options, run_dir: str | Non
         "algorithm": config.algorithm.name,
         "run_dir": run_dir or f"runs/{name}",
         "options": options.to_run_config(),
-        "clients": config.make_data()[1].__len__(),
+        "clients": len(config.make_data()[1]),
     }
     package = folder / PACKAGE
     package.mkdir(parents=True)
@@ -45,4 +45,4 @@ def write_app(folder: Path, config: Config, options: Options, run_dir: str | Non
             write_whole(package / template.name, text)
         else:
             made = jinja2.Template(text, undefined=jinja2.StrictUndefined).render(values)
-            write_whole(folder / template.name, made)
+            write_whole(folder / template.name.removesuffix(".jinja"), made)

@@ -8,8 +8,8 @@ app = client_app(Path(__file__).with_name("config.toml"))
 
 # For samples that only this node has:
 #
-#     def my_data(context):                # context.node_config is what the SuperNode was started with
-#         return x, y                      # two arrays of the same length
+#     def my_data(context):       # context.node_config is what the SuperNode was started with
+#         return x, y             # two arrays of the same length
 #
 #     app = client_app(Path(__file__).with_name("config.toml"), data=my_data)
 #
