@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -300,3 +301,12 @@ def test_central_dp_under_flower_s_accounting(tmp_path: Path) -> None:
     assert 0 < spent.num_releases < 50
     assert spent.epsilon <= 8.0
     assert strategy.server.round == spent.num_releases
+
+
+def test_python_of_the_docs() -> None:
+    text = (STOCK.parent.parent / "docs" / "flower.md").read_text()
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", text, flags=re.S):
+        exec(compile(block, "docs/flower.md", "exec"), names)
+    assert isinstance(names["strategy"], prefed.flower.Strategy)
+    assert names["strategy"].privacy.clip_norm == 0.5

@@ -47,6 +47,7 @@ def deploy(
     from prefed.cli.progress import RoundBar, describe, show_warnings_plainly
     from prefed.cli.run import new_folder
     from prefed.config import load
+    from prefed.errors import Interrupted
     from prefed.flower import require_flower
 
     if sum(choice is not None for choice in (local, simulate, write)) != 1:
@@ -79,15 +80,18 @@ def deploy(
             records.append(record)
             progress.on_round(record)
 
-        if local is not None:
-            from prefed.flower.local import deploy_locally
+        try:
+            if local is not None:
+                from prefed.flower.local import deploy_locally
 
-            deploy_locally(loaded, folder, local, options, resume=resume, on_record=see)
-        else:
-            from prefed.flower.simulated import deploy_simulated
+                deploy_locally(loaded, folder, local, options, resume=resume, on_record=see)
+            else:
+                from prefed.flower.simulated import deploy_simulated
 
-            assert simulate is not None
-            deploy_simulated(loaded, folder, simulate, options, resume=resume, on_record=see)
+                assert simulate is not None
+                deploy_simulated(loaded, folder, simulate, options, resume=resume, on_record=see)
+        except KeyboardInterrupt:  # typer would say no more than "Aborted"
+            raise Interrupted(f"stopped after round {len(records)} of {folder}") from None
     if not quiet:
         print(f"{loaded.algorithm.name}: {describe(records[-1])}")
         print(f"written to {folder}")
