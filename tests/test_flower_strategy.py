@@ -310,3 +310,19 @@ def test_python_of_the_docs() -> None:
         exec(compile(block, "docs/flower.md", "exec"), names)
     assert isinstance(names["strategy"], prefed.flower.Strategy)
     assert names["strategy"].privacy.clip_norm == 0.5
+
+
+def test_lockstep_is_refused() -> None:
+    with pytest.raises(PrefedError, match="simulation only"):
+        prefed.flower.PreFedSync()
+
+
+def test_nobody_answers_for_another(tmp_path: Path) -> None:
+    def tamper(node: int, message: Message, reply: Message) -> Message:
+        if node == 5 and message.metadata.message_type == "train":
+            reply.metadata.__dict__["_src_node_id"] = 9
+        return reply
+
+    strategy = prefed.flower.FedAvg(**OPTIONS)
+    run(strategy, tiny_grid(tiny_app(arrays()), tmp_path, tamper), 1)
+    assert "node 9 answered for it" in str(strategy.gathering.refused[0])

@@ -49,8 +49,8 @@ def __dir__() -> list[str]:
 
 
 def strategies() -> list[Any]:
-    """The classes of all algorithms that run on Flower."""
+    """The classes of all algorithms. One whose clients meet in every step says that it cannot run
+    here when it is made."""
     from prefed.algorithms import ALGORITHMS
 
-    kinds = [ALGORITHMS.get(name) for name in ALGORITHMS.names()]
-    return [kind for kind in kinds if not kind().client_rule().lockstep]
+    return [ALGORITHMS.get(name) for name in ALGORITHMS.names()]

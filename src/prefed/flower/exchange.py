@@ -39,12 +39,19 @@ def exchange(
             found = _fetch(grid, number)
             if found is not None:
                 arrived = True
-                yield waiting.pop(number), found
+                message = waiting.pop(number)
+                yield message, _from_its_node(message, found)
         pause = FIRST_PAUSE if arrived else min(2 * pause, LONGEST_PAUSE)
         if waiting:
             time.sleep(pause)
     for message in waiting.values():
         yield message, Refused(f"no answer within {seconds:g} s")
+
+
+def _from_its_node(message: Message, reply: Message | Refused) -> Message | Refused:
+    if isinstance(reply, Refused) or reply.metadata.src_node_id == message.metadata.dst_node_id:
+        return reply
+    return Refused(f"node {reply.metadata.src_node_id} answered for it")
 
 
 def _fetch(grid: Grid, number: str) -> Message | Refused | None:
