@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv demo test check format docs bench bench-peers study-upload faults protections clean
+.PHONY: help venv demo test check format docs bench bench-peers study-upload faults protections hostile deployments clean
 
 help:
 	@echo "make demo    compare seven algorithms on 8x8 digits (about a minute after set-up)"
@@ -13,6 +13,8 @@ help:
 	@echo "make docs    the documentation site, into build/docs"
 	@echo "make faults  kill, damage, fill, stop and fuzz: one table of what was lost (30 minutes)"
 	@echo "make protections  take each protection out and see the fault suite notice"
+	@echo "make hostile 2,000 hostile updates on each algorithm"
+	@echo "make deployments  Flower: nodes and SuperLinks that are killed, strangers, a stock app"
 	@echo "make bench   this machine: a PreFed step against torch's Adam, rounds against bare loops,"
 	@echo "             a thousand to a million clients, two ranks against one, codecs"
 	@echo "make bench-peers  prefed against pfl, Flower and fedjax, each in an environment of its own"
@@ -64,6 +66,12 @@ faults: venv
 
 protections: venv
 	$(BIN)/python -m tests.faults.protections
+
+hostile: venv
+	PREFED_HOSTILE=2000 $(BIN)/python -m pytest -n 2 tests/test_hostile_updates.py
+
+deployments: venv
+	PREFED_SLOW=1 $(BIN)/python -m pytest tests/test_deploy.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

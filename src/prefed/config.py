@@ -89,7 +89,7 @@ class Config(Settings):
         split, generator = SPLITS.get(self.data.split.name), draws.generator(self.seed, "split")
         return dataset, partition(dataset, split, generator, self.data.split.options)
 
-    def make_simulation(self) -> Simulation:
+    def make_simulation(self, make: Callable[..., Simulation] = Simulation) -> Simulation:
         """The run, with data, split and first weights that depend on the config and seed alone."""
         dataset, data = self.make_data()
         given = {"inputs": tuple(dataset.x.shape[1:]), "classes": dataset.outputs}
@@ -105,7 +105,7 @@ class Config(Settings):
                     raise  # a thing of the user's: they will want to see where
                 what = str(error).partition("\n")[0]
                 raise PrefedError(f"model: {self.model.name} cannot be built so: {what}") from error
-        return Simulation(self.make_algorithm(), model, data, self.settings())
+        return make(self.make_algorithm(), model, data, self.settings())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for TOML, enough to run it again."""

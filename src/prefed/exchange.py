@@ -1,7 +1,7 @@
 """The way from a client to the server, the same in a simulation and between machines.
 
     upload     on the client: what local_update left -> message, and what the client keeps
-    receive    on the server: message -> the values that are averaged
+    receive    on the server: message -> the values that were sent, as far as the codecs keep them
 
 A message is exactly the bytes that are counted: `receive` refuses any other.
 """
@@ -53,7 +53,8 @@ def upload(
 
 
 def receive(algorithm: Algorithm, server: Server, layout: Layout, message: Message) -> State:
-    """The values to be averaged, with a row for each client. The message may come from anywhere."""
+    """The values, with a row for each client. The message may come from anywhere. What is averaged
+    is `Algorithm.before_mean` of them."""
     wanted = server.values(algorithm)
     if message.keys() != wanted.keys():
         raise PrefedError(
@@ -66,7 +67,7 @@ def receive(algorithm: Algorithm, server: Server, layout: Layout, message: Messa
         way = codec_of(algorithm, name)
         _check(name, message[name], way, layout, like)
         values[name] = way.decode(message[name], layout, like)
-    return algorithm.before_mean(values)
+    return values
 
 
 def _check(name: str, parts: Parts, way: Codec, layout: Layout, like: Tensor) -> None:
@@ -87,7 +88,8 @@ def through(
 ) -> Update:
     """The update as it reaches the server."""
     message, stays = upload(algorithm, server, layout, update, clients, kept, seed)
-    return replace(update, values=receive(algorithm, server, layout, message), kept=stays)
+    values = algorithm.before_mean(receive(algorithm, server, layout, message))
+    return replace(update, values=values, kept=stays)
 
 
 def averaged(algorithm: Algorithm, server: Server) -> State:

@@ -62,6 +62,10 @@ class Server:
             layout=layout,
         )
 
+    def broadcast(self) -> State:
+        """What goes down to every client of a cohort."""
+        return {"weights": self.weights, "buffers": self.buffers} | self.shared
+
     def values(self, algorithm: Algorithm) -> State:
         """For each value that a client sends in this round, the server's own."""
         sent = {n: v for n, v in self.shared.items() if policy(algorithm, n).sent(self.round)}

@@ -46,15 +46,17 @@ def execute(
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
     stop: Callable[[], bool] = lambda: False,
+    make: Callable[..., Simulation] = Simulation,
 ) -> Result:
     """Run a config to its end, writing it into `folder` unless that is None.
 
     resume    go on where the run in `folder` was; without one there, begin
     stop      asked after each round; if it says yes, the run is saved and Interrupted raised
+    make      what the run is made with, if not for this machine alone
     """
     directory = None if folder is None else RunDirectory.open(folder, config, resume)
     try:
-        simulation = config.make_simulation()
+        simulation = config.make_simulation(make)
         if directory and not directory.is_new:
             directory.restore(simulation)
         _follow_first_rank(simulation)
@@ -202,7 +204,7 @@ class RunDirectory:
             file.write(line + "\n")
 
     def checkpoint_if_due(self, simulation: Simulation) -> None:
-        if time.monotonic() >= self._due:
+        if simulation.save_every_round or time.monotonic() >= self._due:
             self.checkpoint(simulation)
 
     def checkpoint(self, simulation: Simulation) -> None:
@@ -245,7 +247,7 @@ def diff(there: dict[str, Any], here: dict[str, Any], path: str = "") -> list[st
 
 def _visible(folder: Path) -> list[Path]:
     """What is in a directory, but for what a run leaves that was killed before it began."""
-    ours = {"checkpoints", "environment.json", "rounds.jsonl"}
+    ours = {"checkpoints", "environment.json", "rounds.jsonl", "logs", "nodes"}
     return [p for p in folder.iterdir() if p.name not in ours and not p.name.startswith(".")]
 
 

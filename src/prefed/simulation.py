@@ -6,9 +6,9 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import ValidationError
@@ -68,12 +68,18 @@ class Callback:
 
 
 @dataclass(frozen=True)
-class _Trained:
+class Trained:
     """What the clients of a round have come to, before the server takes it."""
 
     values: State
+    """The mean of what the clients sent."""
     loss: float
-    kept: dict[int, State]
+    clients: int
+    """How many the mean speaks for."""
+    kept: dict[int, State] = field(default_factory=dict)
+    """What stays with the clients, if it is held here."""
+    about: Record = field(default_factory=dict)
+    """More for the record of the round."""
 
     def is_finite(self) -> bool:
         return math.isfinite(self.loss) and all(v.isfinite().all() for v in self.values.values())
@@ -81,6 +87,9 @@ class _Trained:
 
 class Simulation:
     """A run that can be advanced round by round. Everything is checked before the first."""
+
+    save_every_round: ClassVar[bool] = False
+    """Rounds cost so much that each is worth a checkpoint."""
 
     def __init__(
         self,
@@ -123,7 +132,6 @@ class Simulation:
         start, round = time.perf_counter(), self.server.round
         algorithm, settings = self.algorithm, self.settings
         cohort = draws.cohort(settings.seed, round, len(self.data), settings.clients_per_round)
-        self._engine(cohort)
         answers = draws.answering(settings.seed, round, cohort, settings.dropout)
         record: Record = {
             "round": round + 1,
@@ -144,24 +152,23 @@ class Simulation:
         ):
             raise self._diverged(record, start, "a step size is not finite")
 
-        found = self._train(answers) if len(answers) >= settings.quorum else None
-        if found and not found.is_finite() and settings.on_divergence == "continue":
-            answers = self._leave_out(answers, record)
-            found = self._train(answers) if len(answers) >= settings.quorum else None
-        if found:
-            record["train_loss"] = found.loss
-            if not found.is_finite():
-                what = "weights are" if math.isfinite(found.loss) else "training loss is"
+        trained = self.train(answers) if len(answers) >= settings.quorum else None
+        if trained:
+            record |= trained.about
+        if trained and trained.clients >= settings.quorum:
+            record["train_loss"] = trained.loss
+            if not trained.is_finite():
+                what = "weights are" if math.isfinite(trained.loss) else "training loss is"
                 raise self._diverged(record, start, f"the {what} not finite")
-            self.kept.update(found.kept)
-            share = len(answers) / len(self.data)
-            server_update(algorithm, self.server, found.values, settings.local_steps, share)
+            self.kept.update(trained.kept)
+            share = trained.clients / len(self.data)
+            server_update(algorithm, self.server, trained.values, settings.local_steps, share)
             if not self.server.weights.isfinite().all():
                 raise self._diverged(record, start, "the weights are not finite")
         else:
             log.warning(
                 "round %d: %d answers, fewer than the quorum of %d; the model stays as it was",
-                round + 1, len(answers), settings.quorum,
+                round + 1, trained.clients if trained else len(answers), settings.quorum,
             )  # fmt: skip
             record["skipped"] = True
             self.server.round += 1
@@ -174,16 +181,33 @@ class Simulation:
         record["seconds"] = time.perf_counter() - start
         return record
 
+    def train(self, clients: list[int]) -> Trained:
+        """The local updates of these clients and their mean; nothing of the run is changed yet."""
+        trained = self._train(clients)
+        if trained.is_finite() or self.settings.on_divergence == "stop":
+            return trained
+        bad = self._not_finite(clients)
+        for client in bad:
+            text = "round %d: client %d is left out: its update is not finite"
+            log.warning(text, self.server.round + 1, client)
+        rest = [client for client in clients if client not in bad]
+        about = {"left_out": bad}
+        if len(rest) < self.settings.quorum:
+            return Trained({}, math.nan, len(rest), about=about)
+        return replace(self._train(rest), about=about)
+
     def _updates(self, clients: list[int]) -> Iterator[tuple[int, Update]]:
         """The updates of this rank's share of the clients, with the place of each one's first."""
-        assert self.engine is not None
+        if self.engine is None:
+            self.prepare()
         engine = self.engine
+        assert engine is not None
         blocks = distributed.share(engine.blocks(self.algorithm, clients))
         with torch.random.fork_rng(enabled=True):
             yield from engine.updates(self.algorithm, self.server, blocks, self.kept)
 
-    def _train(self, clients: list[int]) -> _Trained:
-        """The mean over these clients, in a fixed order; nothing of the run is changed yet."""
+    def _train(self, clients: list[int]) -> Trained:
+        """The mean over these clients, in a fixed order."""
         mean, kept = Mean(), {}
         for first, update in self._updates(clients):
             block = clients[first : first + len(update.losses)]
@@ -193,10 +217,10 @@ class Simulation:
                 for row, client in enumerate(block):
                     kept[client] = {n: value[row].clone() for n, value in update.kept.items()}
         values, loss = distributed.mean(mean, averaged(self.algorithm, self.server))
-        return _Trained(values, loss, distributed.all_kept(kept, self._keeps))
+        return Trained(values, loss, len(clients), distributed.all_kept(kept, self._keeps))
 
-    def _leave_out(self, clients: list[int], record: Record) -> list[int]:
-        """The clients whose updates are finite; the others are noted and named in the log.
+    def _not_finite(self, clients: list[int]) -> list[int]:
+        """The clients whose updates are not finite.
 
         Clients are trained anew to find them, and once more without them: it is rare, the rounds
         in which nothing is wrong pay nothing, and the round is the one without them to the bit.
@@ -208,12 +232,7 @@ class Simulation:
             for value in update.values.values():
                 finite &= value.flatten(1).isfinite().all(1)
             bad += [clients[first + row] for row in finite.logical_not().nonzero().flatten()]
-        bad = distributed.all_of(bad)
-        for client in bad:
-            text = "round %d: client %d is left out: its update is not finite"
-            log.warning(text, record["round"], client)
-        record["left_out"] = bad
-        return [client for client in clients if client not in bad]
+        return distributed.all_of(bad)
 
     def prepare(self) -> None:
         """Choose the engine, which the first round would do otherwise."""

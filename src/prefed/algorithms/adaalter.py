@@ -39,7 +39,7 @@ class FrozenAdaGrad(AdaGrad):
     """v += g^2, w -= lr * g / sqrt(v_sync + (k + 1)*tau^2), v_sync being v at the round's start."""
 
     def fields(self, layout: Layout) -> dict[str, Field]:
-        return super().fields(layout) | {"v_sync": Field((layout.size,))}
+        return super().fields(layout) | {"v_sync": Field((layout.size,), nonnegative=True)}
 
     def begin(self, w: Tensor, state: State) -> None:
         state["v_sync"].copy_(state["v"])

@@ -49,7 +49,7 @@ class CenteredCovariance(Rule):
     beta2: float
 
     def fields(self, layout: Layout) -> dict[str, Field]:
-        return {"P": Field((layout.size,))}
+        return {"P": Field((layout.size,), nonnegative=True)}
 
     def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
         P = state["P"]

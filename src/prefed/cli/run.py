@@ -55,7 +55,7 @@ def run(
             execute(loaded, stop=stop.asked)
         distributed.stop()
         return
-    folder = out or _new_folder(config, loaded.algorithm.name, loaded.seed)
+    folder = out or new_folder(config, loaded.algorithm.name, loaded.seed)
     trackers = [tracker(name, folder) for name in track]
     progress = JsonLines() if json else RoundBar(loaded.rounds, quiet)
     with progress, StopOnSignal() as stop:
@@ -69,7 +69,7 @@ def run(
     distributed.stop()
 
 
-def _new_folder(config: str, algorithm: str, seed: int) -> Path:
+def new_folder(config: str, algorithm: str, seed: int) -> Path:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     name = f"{Path(config).stem}-{algorithm.replace(':', '.')}-seed{seed}-{stamp}"
     return Path("runs") / name

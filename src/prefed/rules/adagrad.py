@@ -16,7 +16,7 @@ class AdaGrad(Rule):
     v0: float = 0.0
 
     def fields(self, layout: Layout) -> dict[str, Field]:
-        return {"v": Field((layout.size,), self.v0)}
+        return {"v": Field((layout.size,), self.v0, nonnegative=True)}
 
     def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
         v = state["v"].addcmul_(g, g)

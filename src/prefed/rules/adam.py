@@ -24,8 +24,12 @@ class _Moments(Rule):
     """sqrt(v + tau^2) in place of sqrt(v) + tau."""
 
     def fields(self, layout: Layout) -> dict[str, Field]:
-        vectors = {"m": Field((layout.size,)), "v": Field((layout.size,), self.v0)}
-        masses = {"m_mass": Field((1,)), "v_mass": Field((1,))} if self.bias_correction else {}
+        vectors = {
+            "m": Field((layout.size,)),
+            "v": Field((layout.size,), self.v0, nonnegative=True),
+        }
+        mass = Field((1,), nonnegative=True)
+        masses = {"m_mass": mass, "v_mass": mass} if self.bias_correction else {}
         return vectors | masses
 
     def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:

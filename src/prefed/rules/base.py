@@ -25,6 +25,8 @@ class Field:
 
     shape: tuple[int, ...]
     start: float = 0.0
+    nonnegative: bool = False
+    """A second moment (or a mass of one): never below 0; a matrix, positive semi-definite."""
 
     def new(self, like: Tensor, clients: int | None = None) -> Tensor:
         """The first value, for one holder or for a block of clients, typed like `like`."""

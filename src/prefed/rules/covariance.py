@@ -41,15 +41,15 @@ class Covariance(Rule):
     bias_correction: bool = False
 
     def fields(self, layout: Layout) -> dict[str, Field]:
-        vectors = {"m": Field((layout.size,)), "P": Field((layout.size,))}
-        return vectors | self.masses()
+        P = Field((layout.size,), nonnegative=True)
+        return {"m": Field((layout.size,)), "P": P} | self.masses()
 
     def masses(self) -> dict[str, Field]:
         """The numbers that bias correction needs (see grow_mass)."""
         if not self.bias_correction:
             return {}
-        m_mass = {"m_mass": Field((1,))} if self.step_with == "m" else {}
-        P_mass = {"P_mass": Field((1,))} if self.accumulate == "ema" else {}
+        m_mass = {"m_mass": Field((1,), nonnegative=True)} if self.step_with == "m" else {}
+        P_mass = {"P_mass": Field((1,), nonnegative=True)} if self.accumulate == "ema" else {}
         return m_mass | P_mass
 
     def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -23,6 +24,8 @@ LARGEST = 4096
 @dataclass(frozen=True)
 class FullCovariance(MatrixCovariance):
     """P is the d x d covariance. On a diagonal P this is the diagonal rule."""
+
+    one_matrix: ClassVar[bool] = True
 
     def kept_shape(self) -> tuple[int, ...]:
         assert self.layout is not None

@@ -27,6 +27,8 @@ class MatrixCovariance(Covariance):
     """
 
     elementwise: ClassVar[bool] = False
+    one_matrix: ClassVar[bool] = False
+    """P is a single matrix, and not several in some packing."""
 
     refresh: int = 1
     layout: Layout | None = None
@@ -40,7 +42,8 @@ class MatrixCovariance(Covariance):
 
     def fields(self, layout: Layout) -> dict[str, Field]:
         fitted = self.fit(layout)
-        fields = {"m": Field((layout.size,)), "P": Field(fitted.kept_shape())} | self.masses()
+        P = Field(fitted.kept_shape(), nonnegative=self.one_matrix)
+        fields = {"m": Field((layout.size,)), "P": P} | self.masses()
         if self.refresh > 1:
             fields |= {"root": Field(fitted.root_shape()), "left": Field((1,))}
         return fields

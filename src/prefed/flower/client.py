@@ -1,0 +1,119 @@
+"""The ClientApp of a deployed config: local_update, behind a message."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from prefed.errors import PrefedError
+from prefed.flower import protocol as p
+
+if TYPE_CHECKING:
+    from prefed.data import FederatedData
+
+OwnData = Callable[[Context], Any]
+"""Makes the pair (x, y) of this node's own samples."""
+
+
+def client_app(config: str | Path, data: OwnData | None = None) -> ClientApp:
+    """A ClientApp that trains as the config in the file says.
+
+    data   for samples that only this node has: called with the node's context, returns (x, y).
+           Without it each node makes the config's data set and takes its own part.
+    """
+    app, text = ClientApp(), Path(config).read_text()
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        partition, partitions = _place(context)
+        about = {p.PARTITION: partition, p.PARTITIONS: partitions, p.CONFIG: p.fingerprint(text)}
+        return Message(RecordDict({p.NODE: ConfigRecord(about)}), reply_to=message)  # type: ignore[arg-type]
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return Message(_train(text, data, message.content, context), reply_to=message)
+
+    return app
+
+
+def _place(context: Context) -> tuple[int, int]:
+    partition = context.node_config.get(p.PARTITION)
+    partitions = context.node_config.get(p.PARTITIONS)
+    if not (isinstance(partition, int) and isinstance(partitions, int) and partition < partitions):
+        raise PrefedError(
+            f"this SuperNode does not know its part of the data: start it with --node-config "
+            f"'{p.PARTITION}=0 {p.PARTITIONS}=4', where {p.PARTITION} counts from 0"
+        )
+    return partition, partitions
+
+
+def _train(text: str, own: OwnData | None, asked: RecordDict, context: Context) -> RecordDict:
+    # torch is loaded here: a query is answered without it.
+    from prefed.admission import Spec, broadcast
+    from prefed.config import load
+    from prefed.engines.sequential import Sequential
+    from prefed.exchange import upload
+    from prefed.flower.kept import KeptState, state_directory
+    from prefed.flower.wire import pack_message, unpack
+    from prefed.round import Server, first_kept
+
+    ask = p.Ask.read(asked.get(p.ASK))
+    if ask.config != p.fingerprint(text):
+        raise PrefedError("the server runs another config than this node's app holds")
+    partition, partitions = _place(context)
+
+    simulation = load(tomllib.loads(text)).make_simulation()
+    algorithm, task = simulation.algorithm, simulation.task
+    if own is not None:
+        simulation.data = _own_data(simulation.data, own(context))
+    layout = task.flat.layout
+    state = unpack(asked[p.SERVER], broadcast(algorithm, simulation.server))
+    state = {name: value.to(task.device) for name, value in state.items()}
+    weights, buffers = state.pop("weights"), state.pop("buffers")
+    server = Server(ask.round, weights, buffers, {}, state, layout)
+
+    keeps = first_kept(algorithm, layout, weights)
+    specs = {n: Spec(tuple(v.shape), v.dtype) for n, v in keeps.items()}
+    store = KeptState(state_directory(dict(context.node_config)), ask.run)
+    engine = Sequential(task, simulation.data, simulation.settings)
+    reply = RecordDict()
+    for client, last in zip(ask.clients, ask.after, strict=True):
+        if p.hosted(client, partitions) != partition:
+            raise PrefedError(f"client {client} does not live on partition {partition}")
+        began = store.read(client, last, specs) if keeps else None
+        kept = {} if began is None else {client: {n: v.to(task.device) for n, v in began.items()}}
+        update = engine.update(algorithm, server, [client], kept)
+        seed = simulation.settings.seed
+        message, stays = upload(algorithm, server, layout, update, [client], kept, seed)
+        if keeps:
+            store.write(client, ask.round, {n: v[0] for n, v in stays.items()})
+        reply[p.update_key(client)] = pack_message(message)
+        reply[p.about_key(client)] = MetricRecord(
+            {
+                p.CLIENT: client,
+                p.ROUND: ask.round,
+                p.SAMPLES: len(simulation.data.client(client)),
+                p.LOSS: float(update.losses[0]),
+                p.AFTER: last if began is not None else -1,
+            }
+        )
+    return reply
+
+
+def _own_data(data: FederatedData, samples: Any) -> FederatedData:
+    """The config's data with this node's samples in place of every client's."""
+    from prefed.data import FederatedData
+
+    class Own:
+        def __len__(self) -> int:
+            return len(data)
+
+        def __getitem__(self, client: int) -> Any:
+            return samples
+
+    return FederatedData(Own(), data.test, data.transform, data.augment)

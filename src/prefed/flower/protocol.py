@@ -1,0 +1,75 @@
+"""The names that server and nodes of a deployed config agree on."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from prefed.errors import PrefedError
+
+SERVER = "server"
+"""ArrayRecord: the global state, as `Server.broadcast` names it."""
+ASK = "ask"
+"""ConfigRecord of what is asked: ROUND, CLIENTS, AFTER, RUN, CONFIG."""
+ROUND = "round"
+CLIENTS = "clients"
+AFTER = "prefed-after"
+"""For each client, the round it last took part in, or -1."""
+RUN = "run"
+CONFIG = "config"
+"""The fingerprint of the config, which both sides must have alike."""
+NODE = "node"
+"""ConfigRecord of a node's answer to a query: PARTITION, PARTITIONS, CONFIG."""
+PARTITION = "partition-id"
+PARTITIONS = "num-partitions"
+SAMPLES = "num-examples"
+LOSS = "train_loss"
+CLIENT = "client"
+STATE = "prefed-state"
+"""ArrayRecord beside a stock app's arrays: what its clients share."""
+ALGORITHM = "prefed-algorithm"
+BUFFERS = "prefed-buffers"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a server wants of a node."""
+
+    round: int
+    clients: list[int]
+    after: list[int]
+    run: str
+    config: str
+
+    @classmethod
+    def read(cls, record: Any) -> Ask:
+        """From a record that came in; nothing in it is known to be true."""
+        keys = {"round": ROUND, "clients": CLIENTS, "after": AFTER, "run": RUN, "config": CONFIG}
+        try:
+            found = {name: record[key] for name, key in keys.items()}
+            kinds = {"round": int, "run": str, "config": str, "clients": list, "after": list}
+            whole = all(type(found[name]) is kind for name, kind in kinds.items())
+            numbers = [found["round"], *found["clients"], *found["after"]]
+            if not whole or any(type(number) is not int for number in numbers):
+                raise TypeError
+        except (KeyError, TypeError):
+            raise PrefedError("the server's message is not one of prefed's") from None
+        return cls(**found)
+
+
+def update_key(client: int) -> str:
+    return f"update-{client}"
+
+
+def about_key(client: int) -> str:
+    return f"about-{client}"
+
+
+def fingerprint(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def hosted(client: int, partitions: int) -> int:
+    """The partition, and with it the node, that a client lives on."""
+    return client % partitions

@@ -1,0 +1,72 @@
+"""A config on Flower's own simulation engine (Ray): the same two apps, without the network.
+
+Ray runs in a process of its own (`python -m prefed.flower.simulated`), so that it ends with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prefed.config import Config
+from prefed.errors import PrefedError
+from prefed.flower.local import LocalFlower, check_folder, follow, released
+from prefed.flower.options import Options
+from prefed.flower.write import PACKAGE, write_app
+
+
+def deploy_simulated(
+    config: Config,
+    folder: Path,
+    nodes: int,
+    options: Options,
+    *,
+    resume: bool,
+    on_record: Callable[[dict[str, Any]], None],
+) -> None:
+    clients = len(config.make_data()[1])
+    if nodes > clients:
+        raise PrefedError(f"--simulate {nodes}: there are only {clients} clients")
+    folder = folder.absolute()
+    check_folder(folder, config, resume)
+    with released(folder), LocalFlower(folder / "logs") as flower:
+        flower.environment["PREFED_STATE_DIR"] = str(folder / "nodes")
+        write_app(flower.home / "app", config, options)
+        job = options.to_run_config() | {"run-dir": str(folder), "resume": resume}
+        app = flower.home / "app" / PACKAGE / "config.toml"
+        command = (sys.executable, "-m", "prefed.flower.simulated")
+        flower.start("simulation", *command, str(app), str(nodes), json.dumps(job))
+        follow(folder, config.rounds, flower, ("simulation",), on_record)
+
+
+def main(config: str, nodes: str, job: str) -> None:
+    from flwr.app import Context
+    from flwr.serverapp import Grid, ServerApp
+    from flwr.simulation import run_simulation
+
+    from prefed.flower.client import client_app
+    from prefed.flower.server import run
+
+    app, text, cores = ServerApp(), Path(config).read_text(), os.cpu_count() or 1
+
+    @app.main()
+    def serve(grid: Grid, context: Context) -> None:
+        run(text, grid, json.loads(job))
+
+    run_simulation(
+        server_app=app,
+        client_app=client_app(config),
+        num_supernodes=int(nodes),
+        backend_config={
+            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+            "init_args": {"num_cpus": min(cores, int(nodes)), "include_dashboard": False},
+        },
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,70 @@
+"""A model as stock Flower apps send it, a state dict, and as flat vectors.
+
+A state dict does not say what is a parameter and what a buffer. Integers and the statistics of
+normalisation layers, known by their names, are buffers here; others can be named. Buffers are
+averaged in float64, rounded if they count something, and go back in the type they had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from flwr.app import ArrayRecord
+from torch import Tensor
+
+from prefed.admission import Spec, check_values
+from prefed.errors import PrefedError
+from prefed.flower.wire import pack, unpack
+from prefed.layout import Layout
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+NONNEGATIVE = ("running_var", "num_batches_tracked")
+
+
+class StateDict:
+    """What the first arrays of a run look like, and so all that follow."""
+
+    def __init__(self, arrays: ArrayRecord, buffers: Collection[str] = ()) -> None:
+        first = arrays.to_torch_state_dict()
+        if unknown := sorted(set(buffers) - first.keys()):
+            raise PrefedError(f"buffers: the model has no {unknown[0]!r}")
+        self.specs = {
+            name: Spec(tuple(value.shape), value.dtype, name.endswith(NONNEGATIVE))
+            for name, value in first.items()
+        }
+        self.buffers = [
+            name
+            for name, value in first.items()
+            if not value.dtype.is_floating_point or name.endswith(STATISTICS) or name in buffers
+        ]
+        self.weights = [name for name in first if name not in self.buffers]
+        dtypes = {first[name].dtype for name in self.weights}
+        if len(dtypes) != 1:
+            found = ", ".join(sorted(map(str, dtypes))) or "none"
+            raise PrefedError(
+                f"initial_arrays: parameters must share one floating-point dtype, found {found}"
+            )
+        self.layout = Layout.of((name, first[name].contiguous()) for name in self.weights)
+
+    def read(self, record: object) -> tuple[Tensor, Tensor]:
+        """Weights and buffers of a state dict; Refused if it is not like the first."""
+        values = unpack(record, self.specs)
+        check_values(self.specs, values)
+        return self.flatten(values)
+
+    def flatten(self, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        weights = torch.cat([values[name].reshape(-1) for name in self.weights])
+        buffers = [values[name].reshape(-1).double() for name in self.buffers]
+        return weights, torch.cat(buffers) if buffers else weights.new_empty(0).double()
+
+    def write(self, weights: Tensor, buffers: Tensor) -> ArrayRecord:
+        """A state dict in the order and the types of the first."""
+        views = self.layout.views(weights)
+        offset = 0
+        for name in self.buffers:
+            spec = self.specs[name]
+            part = buffers[offset : offset + spec.count].reshape(spec.shape)
+            offset += spec.count
+            views[name] = (part if spec.dtype.is_floating_point else part.round()).to(spec.dtype)
+        return pack({name: views[name] for name in self.specs})

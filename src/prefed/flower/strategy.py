@@ -1,0 +1,485 @@
+"""Any prefed algorithm as a Flower strategy, for apps with a ServerApp and ClientApps of their own.
+
+Server-side algorithms (FedAdam, PreFedOpt, ...) work with stock ClientApps as they are. Those with
+a client rule of their own send what clients share in a second record beside the arrays, which
+`prefed.flower.local_train` reads and answers in the user's ClientApp.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from logging import INFO, WARNING
+from typing import Any, Literal
+
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy import Strategy as FlowerStrategy
+from flwr.supercore import log
+
+from prefed import draws
+from prefed.admission import LARGEST_COUNT, Admission, Arrived, Refused, expected
+from prefed.algorithms import ALGORITHMS, Algorithm
+from prefed.errors import PrefedError, RunFailed
+from prefed.flower import protocol as p
+from prefed.flower.exchange import exchange
+from prefed.flower.gather import Gathering
+from prefed.flower.kept import NEVER
+from prefed.flower.privacy import CentralDP
+from prefed.flower.statedict import StateDict
+from prefed.flower.wire import pack, unpack
+from prefed.round import Server, check_sharing, server_update
+
+RecordType = ArrayRecord | MetricRecord | ConfigRecord
+MetricsOf = Callable[[list[RecordDict], str], MetricRecord]
+PAUSE = 1.0
+
+
+class Strategy(FlowerStrategy):
+    """The server side of an algorithm, with Flower's names for what Flower also has.
+
+    algorithm            any prefed algorithm whose clients do not meet in every step
+    local_steps          what PreFedOpt divides the mean change by (per_step)
+    weighting            by "samples", as Flower does, or "uniform"
+    seed                 of the cohorts
+    ask_partitions       draw cohorts by partition id: needs prefed.flower.tell_partition(app)
+    buffers              entries of the state dict that are not to be preconditioned, besides
+                         integers and statistics of normalisation layers
+    quorum, retries      a round counts with this share of its cohort; else those who are missing
+                         are asked again, so often, and then the run ends
+    join_seconds         how long to wait for min_available_nodes
+    norm_cap             longest change of the weights that is let in
+    largest_count        highest number of samples that is believed
+    privacy              prefed.flower.CentralDP(...)
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        *,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = p.SAMPLES,
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: MetricsOf | None = None,
+        evaluate_metrics_aggr_fn: MetricsOf | None = None,
+        local_steps: int = 1,
+        weighting: Literal["samples", "uniform"] = "samples",
+        seed: int = 0,
+        ask_partitions: bool = False,
+        buffers: Collection[str] = (),
+        quorum: float = 0.5,
+        retries: int = 2,
+        join_seconds: float = 300.0,
+        norm_cap: float | None = None,
+        largest_count: int = LARGEST_COUNT,
+        privacy: CentralDP | None = None,
+    ) -> None:
+        if not isinstance(algorithm, Algorithm):
+            raise PrefedError(f"algorithm: should be an Algorithm, not {type(algorithm).__name__}")
+        if algorithm.client_rule().lockstep:
+            raise PrefedError(
+                f"{type(algorithm).__name__}: its clients meet in every local step, which would "
+                f"take a message per step; it runs in simulation only"
+            )
+        codecs = {algorithm.upload, *(policy.codec for policy in algorithm.sharing().values())}
+        if codecs != {"exact"}:
+            raise PrefedError(
+                f"{type(algorithm).__name__}: a Flower app of one's own sends arrays as they are; "
+                f"the codecs {', '.join(sorted(codecs - {'exact'}))} need both ends to be "
+                f"prefed's: prefed deploy"
+            )
+        for name, value in (("fraction_train", fraction_train), ("quorum", quorum)):
+            if not 0 < value <= 1:
+                raise PrefedError(f"{name}: should be above 0 and at most 1, not {value}")
+        if local_steps < 1:
+            raise PrefedError(f"local_steps: should be at least 1, not {local_steps}")
+        if weighting not in ("samples", "uniform"):
+            raise PrefedError(f'weighting: should be "samples" or "uniform", not {weighting!r}')
+        self.algorithm, self.local_steps = algorithm, local_steps
+        self.fraction_train, self.fraction_evaluate = fraction_train, fraction_evaluate
+        self.min_train_nodes, self.min_evaluate_nodes = min_train_nodes, min_evaluate_nodes
+        self.min_available_nodes = min_available_nodes
+        self.weighted_by_key = weighted_by_key
+        self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
+        self.train_metrics_aggr_fn = train_metrics_aggr_fn or mean_metrics
+        self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or mean_metrics
+        self.weighting, self.seed = weighting, seed
+        self.buffers, self.quorum, self.retries = buffers, quorum, retries
+        self.join_seconds, self.norm_cap = join_seconds, norm_cap
+        self.largest_count, self.privacy = largest_count, privacy
+        self.members = Members(ask_partitions)
+        self.shape: StateDict | None = None
+        self.server: Server | None = None
+        """The global state, with the optimiser's, from the first round on."""
+        self.after: dict[int, int] = {}
+        """For each client that keeps state, the round it last took part in."""
+        self.gathering: Gathering | None = None
+        self._metrics: dict[int, RecordDict] = {}
+        self._arrays: ArrayRecord | None = None
+        self._asked: dict[int, int] = {}
+        """Node -> client, of the round that is under way."""
+        if privacy is not None:
+            self._check_privacy()
+
+    def _check_privacy(self) -> None:
+        if any(policy.kind == "average" for policy in self.algorithm.sharing().values()):
+            raise PrefedError(
+                f"privacy: clients of {type(self.algorithm).__name__} share optimiser state, which "
+                f"would need noise of its own; choose an algorithm with its state on the server"
+            )
+        if self.weighting != "uniform":
+            raise PrefedError('privacy: the noise is made for weighting="uniform"')
+
+    def summary(self) -> None:
+        log(INFO, "\t├──> Algorithm: %r", self.algorithm)
+        log(INFO, "\t├──> Fraction: train (%.2f) | evaluate (%.2f), at least %d and %d of %d nodes",
+            self.fraction_train, self.fraction_evaluate, self.min_train_nodes,
+            self.min_evaluate_nodes, self.min_available_nodes)  # fmt: skip
+        log(INFO, "\t└──> Quorum: %.2f, asked again %d times", self.quorum, self.retries)
+
+    # Training
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        self._load(arrays)
+        cohort = self._draw(grid, server_round, "cohort", self.fraction_train, self.min_train_nodes)
+        if self.privacy is not None:
+            self.privacy.check_budget(len(cohort))
+        assert self.server is not None
+        assert self.shape is not None
+        self.server.round = server_round - 1
+        specs = expected(self.algorithm, self.server)
+        admission = Admission(
+            specs,
+            self.server.round,
+            cohort,
+            largest_count=self.largest_count,
+            norm_cap=self.norm_cap,
+        )
+        weight = float if self.weighting == "samples" else lambda samples: 1.0
+        change = self.algorithm.before_mean if self.privacy is None else self.privacy.clip
+        self.gathering, self._metrics = Gathering(admission, cohort, weight, change), {}
+        config["server-round"] = server_round
+        return self._messages(cohort, arrays, config)
+
+    def _messages(
+        self, clients: list[int], arrays: ArrayRecord, config: ConfigRecord
+    ) -> list[Message]:
+        """One message for each client: the model, the user's config, and what our own
+        `local_train` wants to know, which stock apps leave alone."""
+        assert self.server is not None
+        assert self.gathering is not None
+        self._asked, messages = {}, []
+        content: dict[str, RecordType] = {self.arrayrecord_key: arrays}
+        if self.server.shared:
+            content[p.STATE] = pack(self.server.shared)
+        algorithm, buffers = tell(self.algorithm), list(self.buffers)
+        for client in clients:
+            node = self.members.nodes.get(client)
+            if node is None:
+                self.gathering.refuse(client, Refused("its node is not there"))
+                continue
+            told = ConfigRecord({**config, p.ALGORITHM: algorithm, p.BUFFERS: buffers})
+            told[p.AFTER] = self.after.get(client, NEVER)
+            record = RecordDict({**content, self.configrecord_key: told})
+            messages.append(Message(record, node, MessageType.TRAIN))
+            self._asked[node] = client
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Take the replies one by one; without a quorum nothing changes and nothing comes back."""
+        gathering, server, shape = self.gathering, self.server, self.shape
+        assert gathering is not None
+        assert server is not None
+        assert shape is not None
+        for reply in replies:
+            client = self._asked.get(reply.metadata.src_node_id)
+            if client is None:
+                log(WARNING, "a reply from node %d was not asked for", reply.metadata.src_node_id)
+            elif reply.has_error():
+                gathering.refuse(client, Refused(f"failed: {str(reply.error.reason)[:500]}"))
+            else:
+                self._take(gathering, client, reply.content)
+        admitted, asked = len(gathering.admission.admitted), len(gathering.position)
+        log(INFO, "aggregate_train: %d of %d updates let in", admitted, asked)
+        if admitted < max(1, math.ceil(self.quorum * asked)):
+            return None, None
+        mean, _ = gathering.mean.result()
+        if self.privacy is not None:
+            mean["weights"] = self.privacy.noise(mean["weights"], admitted, asked)
+            mean["buffers"] = server.buffers.clone()  # statistics of the clients stay with them
+            self.privacy.spend(asked)
+        population = max(len(self.members.nodes), asked)
+        server_update(self.algorithm, server, mean, self.local_steps, admitted / population)
+        self.after |= dict.fromkeys(gathering.admission.admitted, server_round - 1)
+        self._arrays = shape.write(server.weights, server.buffers)
+        contents = [self._metrics[c] for c in gathering.position if c in self._metrics]
+        return self._arrays, self._reduce(self.train_metrics_aggr_fn, contents)
+
+    def _take(self, gathering: Gathering, client: int, content: RecordDict) -> None:
+        assert self.server is not None
+        assert self.shape is not None
+        server, shape, found = self.server, self.shape, MetricRecord()
+
+        def read() -> Arrived:
+            nonlocal found
+            found, record = self._records(content)
+            weights, buffers = shape.read(record)
+            values = {"weights": weights.sub_(server.weights), "buffers": buffers}
+            if server.shared:
+                sent = {n: s for n, s in gathering.admission.specs.items() if n in server.shared}
+                values |= unpack(content.get(p.STATE), sent)
+            loss, round = found.get(p.LOSS, 0.0), found.get(p.ROUND, server.round)
+            samples = found.get(self.weighted_by_key)
+            if isinstance(samples, float) and samples.is_integer():
+                samples = int(samples)  # templates say 100.0 as well as 100
+            return Arrived(client, round, samples, loss, values)
+
+        if gathering.take(client, read) is not None:
+            self._metrics[client] = RecordDict({"metrics": found})
+
+    def _records(self, content: RecordDict) -> tuple[MetricRecord, object]:
+        """The one metric record, and the one array record that is not our own."""
+        if len(content.metric_records) != 1:
+            raise Refused(f"{len(content.metric_records)} metric records, not one")
+        arrays = [r for key, r in content.array_records.items() if key != p.STATE]
+        if len(arrays) != 1:
+            raise Refused(f"{len(arrays)} array records, not one")
+        return next(iter(content.metric_records.values())), arrays[0]
+
+    def _load(self, arrays: ArrayRecord) -> None:
+        """Take the model from the arrays of this round: the first, or what a wrapper made of
+        ours."""
+        if self.shape is None:
+            self.shape = StateDict(arrays, self.buffers)
+        if self.server is None:
+            weights, buffers = self.shape.read(arrays)
+            check_sharing(self.algorithm, self.shape.layout)
+            self.server = Server.start(self.algorithm, self.shape.layout, weights, buffers)
+        elif arrays is not self._arrays:
+            weights, buffers = self.shape.read(arrays)
+            self.server.weights.copy_(weights)
+            self.server.buffers.copy_(buffers)
+
+    def _draw(self, grid: Grid, round: int, purpose: str, fraction: float, least: int) -> list[int]:
+        """So many of the clients that are there, drawn by (seed, round)."""
+        least = max(least, 1)
+        self.members.wait(grid, max(least, self.min_available_nodes), self.join_seconds)
+        clients = sorted(self.members.nodes)
+        size = min(max(int(len(clients) * fraction), least), len(clients))
+        offset = 0 if purpose == "cohort" else 1 << 32
+        return [clients[i] for i in draws.cohort(self.seed, round - 1 + offset, len(clients), size)]
+
+    # Evaluation
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        if self.fraction_evaluate == 0:
+            return []
+        clients = self._draw(
+            grid, server_round, "evaluate", self.fraction_evaluate, self.min_evaluate_nodes
+        )
+        config["server-round"] = server_round
+        record = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
+        nodes = [self.members.nodes[client] for client in clients]
+        return [Message(record, node, MessageType.EVALUATE) for node in nodes]
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        contents = []
+        for reply in replies:
+            if reply.has_error():
+                log(WARNING, "evaluation failed on node %d: %s",
+                    reply.metadata.src_node_id, reply.error.reason)  # fmt: skip
+            elif len(reply.content.metric_records) == 1:
+                (metrics,) = reply.content.metric_records.values()
+                count = metrics.get(self.weighted_by_key)
+                if isinstance(count, int | float) and 1 <= count <= self.largest_count:
+                    contents.append(RecordDict({"metrics": metrics}))
+        return self._reduce(self.evaluate_metrics_aggr_fn, contents)
+
+    def _reduce(self, reduce: MetricsOf, contents: list[RecordDict]) -> MetricRecord | None:
+        if not contents:
+            return None
+        try:
+            return reduce(contents, self.weighted_by_key)
+        except Exception as error:  # metrics are what clients made of them; a run goes on without
+            log(WARNING, "the metrics could not be reduced: %s", error)
+            return None
+
+    # The run
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Flower's loop over rounds, with replies taken as they come, and with a quorum."""
+        self.summary()
+        train_config = train_config or ConfigRecord()
+        evaluate_config = evaluate_config or ConfigRecord()
+        result, arrays = Result(), initial_arrays
+        result.arrays = arrays
+        if evaluate_fn and (found := evaluate_fn(0, arrays)) is not None:
+            result.evaluate_metrics_serverapp[0] = found
+        for number in range(1, num_rounds + 1):
+            log(INFO, "[ROUND %s/%s]", number, num_rounds)
+            arrays, metrics = self._round(grid, number, arrays, train_config, timeout)
+            result.arrays = arrays
+            if metrics is not None:
+                result.train_metrics_clientapp[number] = metrics
+            messages = list(self.configure_evaluate(number, arrays, evaluate_config, grid))
+            found = self.aggregate_evaluate(number, _replies(grid, messages, timeout))
+            if found is not None:
+                result.evaluate_metrics_clientapp[number] = found
+            if evaluate_fn and (found := evaluate_fn(number, arrays)) is not None:
+                log(INFO, "\t└──> %s", found)
+                result.evaluate_metrics_serverapp[number] = found
+        return result
+
+    def _round(
+        self, grid: Grid, number: int, arrays: ArrayRecord, config: ConfigRecord, timeout: float
+    ) -> tuple[ArrayRecord, MetricRecord | None]:
+        messages = list(self.configure_train(number, arrays, config, grid))
+        assert self.gathering is not None
+        for attempt in range(1 + self.retries):
+            if attempt:
+                log(WARNING, "round %d has no quorum; asking again", number)
+                self.members.wait_for(grid, self.gathering.missing, min(timeout, self.join_seconds))
+                messages = self._messages(self.gathering.missing, arrays, config)
+            replies = self._note_failures(exchange(grid, messages, timeout))
+            found, metrics = self.aggregate_train(number, replies)
+            if found is not None:
+                return found, metrics
+        raise RunFailed(
+            f"round {number}: {len(self.gathering.admission.admitted)} of "
+            f"{len(self.gathering.position)} clients sent a usable update; the model is as it was "
+            f"before\n" + "\n".join(self.gathering.reasons())
+        )
+
+    def _note_failures(
+        self, pairs: Iterable[tuple[Message, Message | Refused]]
+    ) -> Iterator[Message]:
+        assert self.gathering is not None
+        for message, reply in pairs:
+            if isinstance(reply, Refused):
+                self.gathering.refuse(self._asked[message.metadata.dst_node_id], reply)
+            else:
+                yield reply
+                reply.content.clear()  # Flower's records hold on to each other
+
+
+def _replies(grid: Grid, messages: list[Message], timeout: float) -> Iterator[Message]:
+    for message, reply in exchange(grid, messages, timeout):
+        if isinstance(reply, Refused):
+            log(WARNING, "node %d: %s", message.metadata.dst_node_id, reply)
+        else:
+            yield reply
+
+
+class Members:
+    """The nodes that are there, each under a number that stays the same: its partition id if nodes
+    are asked for it, else the id that Flower gave it."""
+
+    def __init__(self, ask: bool) -> None:
+        self.ask = ask
+        self.nodes: dict[int, int] = {}
+        self._silent: set[int] = set()
+
+    def wait(self, grid: Grid, least: int, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        self.refresh(grid, seconds)
+        while len(self.nodes) < least:
+            if time.monotonic() >= end:
+                raise RunFailed(
+                    f"{len(self.nodes)} nodes are there after {seconds:g} s, {least} are needed"
+                )
+            time.sleep(PAUSE)
+            self.refresh(grid, max(1.0, end - time.monotonic()))
+
+    def wait_for(self, grid: Grid, clients: Collection[int], seconds: float) -> None:
+        """Until these are there again, or so many seconds have passed."""
+        end = time.monotonic() + seconds
+        self.refresh(grid, seconds)
+        while not self.nodes.keys() >= set(clients) and time.monotonic() < end:
+            time.sleep(PAUSE)
+            self.refresh(grid, max(1.0, end - time.monotonic()))
+
+    def refresh(self, grid: Grid, seconds: float) -> None:
+        present = set(grid.get_node_ids())
+        self.nodes = {number: node for number, node in self.nodes.items() if node in present}
+        new = present - {*self.nodes.values()} - self._silent
+        if not self.ask:
+            self.nodes |= {node: node for node in new}
+            return
+        messages = [Message(RecordDict(), n, MessageType.QUERY, ttl=seconds) for n in sorted(new)]
+        for message, reply in exchange(grid, messages, seconds):
+            node = message.metadata.dst_node_id
+            about = None if isinstance(reply, Refused) else reply.content.get(p.NODE)
+            number = about.get(p.PARTITION) if isinstance(about, ConfigRecord) else None
+            if type(number) is int and number >= 0 and number not in self.nodes:
+                self.nodes[number] = node
+            else:
+                log(WARNING, "node %d is not used: no partition id of its own", node)
+                self._silent.add(node)
+
+
+def mean_metrics(contents: list[RecordDict], weighted_by: str) -> MetricRecord:
+    """The weighted mean of each finite number that all clients report."""
+    records = [next(iter(content.metric_records.values())) for content in contents]
+    weights = [float(record[weighted_by]) for record in records]  # type: ignore[arg-type]
+    shared = set.intersection(*(set(record) for record in records)) - {weighted_by}
+    result: dict[str, float] = {}
+    for key in sorted(shared):
+        values: list[Any] = [record[key] for record in records]
+        if all(isinstance(v, int | float) and math.isfinite(v) for v in values):
+            pairs = zip(weights, values, strict=True)
+            result[key] = sum(w * float(v) for w, v in pairs) / sum(weights)
+    return MetricRecord(result)  # type: ignore[arg-type]
+
+
+def tell(algorithm: Algorithm) -> str:
+    name = ALGORITHMS.name_of(type(algorithm))
+    return json.dumps({"name": name, **algorithm.model_dump(mode="json")})
+
+
+def make_strategy(kind: type[Algorithm]) -> Callable[..., Strategy]:
+    """The constructor of a strategy: options of the algorithm and of the strategy in one."""
+
+    def make(**options: Any) -> Strategy:
+        ours = {k: v for k, v in options.items() if k in kind.model_fields}
+        theirs = {k: v for k, v in options.items() if k not in kind.model_fields}
+        known = Strategy.__init__.__kwdefaults__ or {}
+        for name in theirs:
+            if name not in known:
+                kind(**{name: theirs[name]})  # raises, with the nearest name
+        return Strategy(kind(**ours), **theirs)
+
+    make.__name__ = make.__qualname__ = kind.__name__
+    make.__doc__ = f"{kind.__doc__}\n\n{Strategy.__doc__}"
+    return make

@@ -1,0 +1,48 @@
+"""A Flower app from a config: a directory that `flwr run` takes."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from pathlib import Path
+
+import jinja2
+import tomli_w
+
+from prefed import __version__
+from prefed.config import Config
+from prefed.errors import PrefedError
+from prefed.files import write_whole
+from prefed.flower.options import Options
+
+PACKAGE = "prefed_app"
+INSIDE = {"client.py", "server.py"}
+
+
+def write_app(folder: Path, config: Config, options: Options, run_dir: str | None = None) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise PrefedError(f"{folder}: is not empty; choose another directory")
+    name = re.sub(r"[^a-z0-9]+", "-", f"prefed-{config.algorithm.name}".lower()).strip("-")
+    values = {
+        "name": name,
+        "publisher": "prefed",
+        "package": PACKAGE,
+        "version": __version__,
+        "algorithm": config.algorithm.name,
+        "run_dir": run_dir or f"runs/{name}",
+        "options": options.to_run_config(),
+        "clients": len(config.make_data()[1]),
+    }
+    package = folder / PACKAGE
+    package.mkdir(parents=True)
+    write_whole(package / "__init__.py", "")
+    write_whole(package / "config.toml", tomli_w.dumps(config.to_dict()))
+    for template in files("prefed").joinpath("flower", "app").iterdir():
+        if template.name.startswith("_"):
+            continue
+        text = template.read_text()
+        if template.name in INSIDE:
+            write_whole(package / template.name, text)
+        else:
+            made = jinja2.Template(text, undefined=jinja2.StrictUndefined).render(values)
+            write_whole(folder / template.name.removesuffix(".jinja"), made)
