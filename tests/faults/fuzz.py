@@ -325,7 +325,7 @@ def devices(times: int, rng: random.Random) -> Iterator[str]:
     with scratch() as root:
         _, folder, files = directory_files(root)
         for name in sorted(files):
-            for kind in ("pipe", "device"):
+            for kind in ("device", "pipe"):
                 there = root / "there"
                 shutil.copytree(folder, there)
                 (there / name).unlink()

@@ -228,7 +228,7 @@ def noticed(what: Protection) -> tuple[bool, str]:
             if text.count(old) != 1:
                 return False, f"{name} has no such line any more: {old!r}"
             (copy / name).write_text(text.replace(old, new))
-        words = ["-m", "tests.faults", "--quick", what.by]
+        words = ["-m", "tests.faults", "--quick", "--first", what.by]
         if what.by.startswith("tests/"):
             words = ["-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", what.by]
         path = os.pathsep.join([folder, str(ROOT)])
