@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="modules, or module.fault; all unless given")
     parser.add_argument("--quick", action="store_true", help="the part that make test runs")
     parser.add_argument("--share", type=float, default=1.0, help="of the times to try")
+    parser.add_argument("--first", action="store_true", help="leave a fault at its first loss")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     for module in pkgutil.iter_modules(tests.faults.__path__, "tests.faults."):
@@ -79,17 +80,17 @@ def run_all(chosen: dict[str, Fault], arguments: argparse.Namespace, folder: Pat
             times = fault.quick if arguments.quick else max(1, round(fault.times * arguments.share))
             sys.stdout.flush()
             if (pid := os.fork()) == 0:
-                try_it(name, fault, times, arguments.seed, folder / name)
+                try_it(name, fault, times, arguments, folder / name)
                 os._exit(0)
             running.add(pid)
         pid, _ = os.wait()
         running.discard(pid)
 
 
-def try_it(name: str, fault: Fault, times: int, seed: int, note: Path) -> None:
+def try_it(name: str, fault: Fault, times: int, arguments: argparse.Namespace, note: Path) -> None:
     """Write a line for each time into the note, so that a fault that dies is seen to have."""
     warnings.simplefilter("ignore")
-    rng = random.Random(zlib.crc32(name.encode()) + seed)
+    rng = random.Random(zlib.crc32(name.encode()) + arguments.seed)
     begin = time.monotonic()
     with open(note, "w", buffering=1) as file:
         try:
@@ -97,6 +98,8 @@ def try_it(name: str, fault: Fault, times: int, seed: int, note: Path) -> None:
                 print(json.dumps({"problem": problem}), file=file)
                 if problem:
                     print(f"{name}: {problem}", file=sys.stderr, flush=True)
+                    if arguments.first:
+                        break
         except CannotTry as reason:
             print(json.dumps({"skipped": str(reason)}), file=file)
         except BaseException:

@@ -116,11 +116,11 @@ def start(
             os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
         before()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         code = call(words)
     except BaseException:
         traceback.print_exc()
