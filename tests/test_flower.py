@@ -38,6 +38,10 @@ VARIANTS: list[dict[str, Any]] = [
     {"name": "prefed", "momentum": "keep"},
     {"name": "prefed", "momentum": "reset"},
     {"name": "prefed", "bias_correction": True},
+    *({"name": "fedavg", "upload": u} for u in ("bfloat16", "float8", "int8", "topk(0.1)")),
+    *({"name": "prefed", "P_codec": c} for c in ("float16", "log8", "log4", "row", "tensor")),
+    {"name": "prefed", "P_every": 3, "momentum": "derived", "aggregate": "sqrtP"},
+    {"name": "prefed", "shape": "kronecker", "refresh": 2},
 ]
 
 

@@ -126,10 +126,8 @@ def bad_arrays(draw: st.DrawFn, algorithm: str) -> RecordDict:
         lambda: declared(shape=(-1,)),
         lambda: declared(dtype=draw(st.sampled_from(["float64", "object", "", "int64"]))),
         lambda: declared(stype=draw(st.sampled_from(["", "pickle", "torch.tensor"]))),
-        lambda: declared(
-            data=arrays[name].data[: draw(st.integers(0, len(arrays[name].data) - 1))]
-        ),
-        lambda: declared(data=arrays[name].data + draw(st.binary(min_size=1, max_size=9))),
+        lambda: declared(data=data[: draw(st.integers(0, len(data) - 1))]),
+        lambda: declared(data=data + draw(st.binary(min_size=1, max_size=9))),
         lambda: declared(data=draw(st.binary(max_size=300))),
         lambda: declared(data=pickle.dumps(good)),
         lambda: declared(data=npy(np.array([object()], dtype=object), allow_pickle=True)),
