@@ -48,11 +48,11 @@ def average(
     The server's copy becomes the mean of the cohort, or, with follow="participation", moves
     towards it by the cohort's share of all clients (SCAFFOLD: each client speaks for itself).
 
-    codec    how it is written into the message (prefed.codecs)
-    every    sent in the first two rounds and then in each round whose number, from 0, is a
-             multiple of this. In the others the server's copy stands still. Clients begin
-             with it in every round, so it comes down in every round: a cohort that is drawn anew
-             does not have it.
+    codec: how it is written into the message (prefed.codecs).
+
+    every: sent in the first two rounds and then in each round whose number, from 0, is a multiple
+    of this. In the others the server's copy stands still. Clients begin with it in every round, so
+    it comes down in every round: a cohort that is drawn anew does not have it.
     """
     return Policy("average", follow, codec, every)
 
