@@ -94,18 +94,18 @@ PROTECTIONS = [
     ),
     protection(
         "a client that is not finite is left out", "clients.not_finite",
-        ("simulation.py", "return [client for client in clients if client not in bad]",
-         "return clients"),
+        ("simulation.py", "rest = [client for client in clients if client not in bad]",
+         "rest = clients"),
     ),
     protection(
         "the quorum", "clients.dropped",
-        ("simulation.py", "found = self._train(answers) if len(answers) >= settings.quorum else None\n"
-         "        if found and", "found = self._train(answers) if answers else None\n        if found and"),
+        ("simulation.py", "trained = self.train(answers) if len(answers) >= settings.quorum else None",
+         "trained = self.train(answers) if answers else None"),
+        ("simulation.py", "if trained and trained.clients >= settings.quorum:", "if trained:"),
     ),
     protection(
         "updates that are not finite stop the run", "divergence.stop",
-        ("simulation.py", "            if not found.is_finite():\n                raise",
-         "            if False:\n                raise"),
+        ("simulation.py", "            if not trained.is_finite():\n", "            if False:\n"),
         ("simulation.py", "if not self.server.weights.isfinite().all():", "if False:"),
     ),
     protection(
@@ -118,7 +118,7 @@ PROTECTIONS = [
     ),
     protection(
         "continue on divergence", "divergence.go_on",
-        ("simulation.py", 'settings.on_divergence == "continue"', "False"),
+        ("simulation.py", 'self.settings.on_divergence == "stop"', "True"),
     ),
     protection(
         "a dead rank is told in words", "workers.rank",
@@ -194,10 +194,9 @@ PROTECTIONS = [
     ),
     protection(
         "nothing is kept from round to round", "load.rounds",
-        ("simulation.py", "        self._engine(cohort)\n        answers",
-         "        self._engine(cohort)\n"
+        ("simulation.py", "        answers = draws",
          '        self.__dict__.setdefault("leak", []).append(self.server.weights.clone())\n'
-         "        answers"),
+         "        answers = draws"),
     ),
     protection(
         "files are closed", "load.rounds",
