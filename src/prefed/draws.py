@@ -8,6 +8,7 @@ counter.
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Sequence
 
@@ -22,6 +23,23 @@ def generator(
     key = np.array([seed, zlib.crc32(purpose.encode())], dtype=np.uint64)
     counter = np.array([0, step, client, round], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+
+_local = threading.local()
+
+
+def _brief(seed: int, purpose: str, round: int, client: int) -> np.random.Generator:
+    """The same generator, valid until the thread's next call of this: making one anew costs more
+    than most draws."""
+    if not hasattr(_local, "generator"):
+        _local.generator = generator(0, "")
+        _local.state = _local.generator.bit_generator.state
+    state = _local.state
+    state["state"]["key"][:] = seed, zlib.crc32(purpose.encode())
+    state["state"]["counter"][:] = 0, 0, client, round
+    _local.generator.bit_generator.state = state
+    found: np.random.Generator = _local.generator
+    return found
 
 
 def torch_seed(seed: int, purpose: str, round: int = 0, client: int = 0) -> int:
@@ -46,7 +64,7 @@ def answering(seed: int, round: int, cohort: list[int], dropout: float) -> list[
 
 def batches(seed: int, round: int, client: int, samples: int, steps: int, size: int) -> Tensor:
     """Sample numbers for each local step (steps, size): uniform, with replacement."""
-    drawn = generator(seed, "batches", round, client).integers(samples, size=(steps, size))
+    drawn = _brief(seed, "batches", round, client).integers(samples, size=(steps, size))
     return torch.from_numpy(drawn)
 
 

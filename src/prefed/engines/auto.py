@@ -26,8 +26,10 @@ log = logging.getLogger("prefed")
 
 SHORT = 10_000_000
 """Runs that change fewer weights than this in all are over before a measurement would be."""
-STEPS, PASSES = 2, 2
-MARGIN = 0.9
+STEPS, PASSES, MOST_PASSES, SECONDS = 2, 2, 8, 2.0
+"""Each candidate is timed for so many steps, at least twice, and up to eight times while that takes
+less than two seconds in all."""
+MARGIN = 0.95
 """A candidate must beat the best of those before it by this factor."""
 
 
@@ -67,12 +69,15 @@ def choose(
         return found[0]
     steps = min(STEPS, settings.local_steps)
     brief = settings.model_copy(update={"local_steps": steps})
+    pools = {choice: Pool(choice.engine, choice.workers, task, data, brief) for choice in found}
     times: dict[Choice, float] = {}
-    for choice in found:
-        pool = Pool(choice.engine, choice.workers, task, data, brief)
-        blocks = pool.blocks(algorithm, cohort)[: choice.workers]
-        clients = sum(len(clients) for _, clients in blocks)
-        for _ in range(1 + PASSES):  # the first fills caches and makes room
+    began = time.perf_counter()
+    for done in range(1 + MOST_PASSES):  # the first fills caches and makes room
+        if done > PASSES and time.perf_counter() - began > SECONDS:
+            break
+        for choice, pool in pools.items():  # in turn: a busy moment hits all of them
+            blocks = pool.blocks(algorithm, cohort)[: choice.workers]
+            clients = sum(len(clients) for _, clients in blocks)
             start = time.perf_counter()
             for _ in pool.updates(algorithm, server, blocks, kept):
                 pass
