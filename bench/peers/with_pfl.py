@@ -40,8 +40,10 @@ turns = Turns()
 
 class Turn(TrainingProcessCallback):
     def after_central_iteration(self, aggregate_metrics, model, *, central_iteration):
-        last = ops().distributed.global_rank == 0 and not turns()
-        return last, Metrics()
+        more = ops().distributed.global_rank != 0 or turns()
+        if torch.distributed.is_initialized():  # or the other rank would go on while others run
+            torch.distributed.barrier()
+        return not more, Metrics()
 
 
 FederatedAveraging().run(

@@ -44,8 +44,8 @@ def w3() -> Workload:
 
 
 def w4() -> Workload:
-    title = "W4: 2 of 20 clients, ResNet-18 at full width, GroupNorm, K=3, batch 32"
-    return Workload(title, lambda: ResNet18(64), w3().data, 2, 3, 32)
+    title = "W4: 2 of 20 clients, ResNet-18 at full width, GroupNorm, K=2, batch 8"
+    return Workload(title, lambda: ResNet18(64), w3().data, 2, 2, 8)
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {"W1": w1, "W2": w2, "W3": w3, "W4": w4}
