@@ -61,7 +61,7 @@ def main() -> None:
 
     def message() -> None:
         for client in cohort:
-            through(lite, server, layout, Update(values, {}, P), [client], {}, 0)
+            through(lite, server, Update(values, {}, P), [client], {}, 0)
 
     names = [name for name in prefed.CODECS.names() if name != "exact"]
     candidates: dict[str, Callable[[], object]] = {"round": simulation.run_round}

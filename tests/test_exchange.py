@@ -83,12 +83,11 @@ def simulation(algorithm: prefed.Algorithm, **options: Any) -> prefed.Simulation
 def test_bytes_are_those_of_the_messages(options: dict[str, Any]) -> None:
     """The record of each round against the length of what a client would send in it."""
     run = simulation(prefed.PreFed(**options), clients_per_round=2)
-    layout = run.task.flat.layout
     for _ in range(5):
         server, algorithm = run.server, run.algorithm
         rows = {n: torch.rand(2, *v.shape) for n, v in server.values(algorithm).items()}
         update = Update(rows, {}, torch.zeros(2))
-        message, _ = upload(algorithm, server, layout, update, [0, 1], {}, 0)
+        message, _ = upload(algorithm, server, update, [0, 1], {}, 0)
         length = sum(len(bytes_of(p)) for parts in message.values() for p in parts.values())
         state = sum(
             len(bytes_of(p)) for n in message.keys() - {"weights", "buffers"}
@@ -156,7 +155,7 @@ def test_error_feedback_sends_everything_in_the_end() -> None:
     arrived = torch.zeros_like(change)
     for _ in range(40):
         update = Update({"weights": change.clone(), "buffers": change[:, :0]}, {}, change[:, 0])
-        there = through(algorithm, server, layout, update, [4, 9], kept, 0)
+        there = through(algorithm, server, update, [4, 9], kept, 0)
         assert (there.values["weights"] != 0).sum(1).tolist() == [-(-layout.size // 10)] * 2
         arrived += there.values["weights"]
         kept = {c: {"lost": there.kept["lost"][row]} for row, c in enumerate((4, 9))}
@@ -191,14 +190,13 @@ def test_feedback_is_kept_by_those_that_took_part() -> None:
 def test_messages_of_another_form_are_refused(damage: Any, message: str) -> None:
     algorithm = prefed.PreFed(P_codec="log8", momentum="reset", upload="topk(0.1)")
     run = simulation(algorithm)
-    layout = run.task.flat.layout
     rows = {n: torch.rand(2, *v.shape) for n, v in run.server.values(algorithm).items()}
     update = Update(rows, {}, torch.zeros(2))
-    sent, _ = upload(algorithm, run.server, layout, update, [0, 1], {}, 0)
-    receive(algorithm, run.server, layout, sent)
+    sent, _ = upload(algorithm, run.server, update, [0, 1], {}, 0)
+    receive(algorithm, run.server, sent)
     damage(sent)
     with pytest.raises(prefed.PrefedError, match=message):
-        receive(algorithm, run.server, layout, sent)
+        receive(algorithm, run.server, sent)
 
 
 def test_prefedlite_sends_no_more_than_fedavg_and_a_twentieth() -> None:

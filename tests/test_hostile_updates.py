@@ -43,12 +43,12 @@ def honest(
     small = {**CONFIG, "model": {"name": "mlp", "hidden": [3]}, "algorithm": {"name": algorithm}}
     simulation = load(small).make_simulation()
     simulation.prepare()
-    made, server, layout = simulation.algorithm, simulation.server, simulation.server.layout
+    made, server = simulation.algorithm, simulation.server
     engine = simulation._engine([CLIENT]).engines[0]
     update = engine.update(made, server, [CLIENT], {})
-    message, _ = upload(made, server, layout, update, [CLIENT], {}, 0)
+    message, _ = upload(made, server, update, [CLIENT], {}, 0)
     copy = {n: {p: part.clone() for p, part in parts.items()} for n, parts in message.items()}
-    values = {n: rows[0] for n, rows in receive(made, server, layout, copy).items()}
+    values = {n: rows[0] for n, rows in receive(made, server, copy).items()}
     return simulation, expected(made, server), copy, values, len(simulation.data.client(CLIENT))
 
 

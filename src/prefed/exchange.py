@@ -29,7 +29,6 @@ Message = dict[str, Parts]
 def upload(
     algorithm: Algorithm,
     server: Server,
-    layout: Layout,
     update: Update,
     clients: Sequence[int],
     kept: Kept,
@@ -46,13 +45,14 @@ def upload(
             for row, client in zip(rows, clients, strict=True):
                 if client in kept:
                     row.add_(kept[client][LOST])
-        message[name] = way.encode(rows, layout, noise)
+        message[name] = way.encode(rows, server.layout, noise)
         if way.feedback:
-            stays = stays | {LOST: rows.sub_(way.decode(message[name], layout, server.weights))}
+            arrived = way.decode(message[name], server.layout, server.weights)
+            stays = stays | {LOST: rows.sub_(arrived)}
     return message, stays
 
 
-def receive(algorithm: Algorithm, server: Server, layout: Layout, message: Message) -> State:
+def receive(algorithm: Algorithm, server: Server, message: Message) -> State:
     """The values, with a row for each client. The message may come from anywhere. What is averaged
     is `Algorithm.before_mean` of them."""
     wanted = server.values(algorithm)
@@ -65,8 +65,8 @@ def receive(algorithm: Algorithm, server: Server, layout: Layout, message: Messa
     values = {}
     for name, like in wanted.items():
         way = codec_of(algorithm, name)
-        _check(name, message[name], way, layout, like)
-        values[name] = way.decode(message[name], layout, like)
+        _check(name, message[name], way, server.layout, like)
+        values[name] = way.decode(message[name], server.layout, like)
     return values
 
 
@@ -80,15 +80,14 @@ def _check(name: str, parts: Parts, way: Codec, layout: Layout, like: Tensor) ->
 def through(
     algorithm: Algorithm,
     server: Server,
-    layout: Layout,
     update: Update,
     clients: Sequence[int],
     kept: Kept,
     seed: int,
 ) -> Update:
     """The update as it reaches the server."""
-    message, stays = upload(algorithm, server, layout, update, clients, kept, seed)
-    values = algorithm.before_mean(receive(algorithm, server, layout, message))
+    message, stays = upload(algorithm, server, update, clients, kept, seed)
+    values = algorithm.before_mean(receive(algorithm, server, message))
     return replace(update, values=values, kept=stays)
 
 

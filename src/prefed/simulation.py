@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -81,6 +81,7 @@ class Trained:
     about: Record = field(default_factory=dict)
     """More for the record of the round."""
 
+    @cached_property
     def is_finite(self) -> bool:
         return math.isfinite(self.loss) and all(v.isfinite().all() for v in self.values.values())
 
@@ -157,7 +158,7 @@ class Simulation:
             record |= trained.about
         if trained and trained.clients >= settings.quorum:
             record["train_loss"] = trained.loss
-            if not trained.is_finite():
+            if not trained.is_finite:
                 what = "weights are" if math.isfinite(trained.loss) else "training loss is"
                 raise self._diverged(record, start, f"the {what} not finite")
             self.kept.update(trained.kept)
@@ -184,7 +185,7 @@ class Simulation:
     def train(self, clients: list[int]) -> Trained:
         """The local updates of these clients and their mean; nothing of the run is changed yet."""
         trained = self._train(clients)
-        if trained.is_finite() or self.settings.on_divergence == "stop":
+        if trained.is_finite or self.settings.on_divergence == "stop":
             return trained
         bad = self._not_finite(clients)
         for client in bad:

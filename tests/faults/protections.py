@@ -105,7 +105,7 @@ PROTECTIONS = [
     ),
     protection(
         "updates that are not finite stop the run", "divergence.stop",
-        ("simulation.py", "            if not trained.is_finite():\n", "            if False:\n"),
+        ("simulation.py", "            if not trained.is_finite:\n", "            if False:\n"),
         ("simulation.py", "if not self.server.weights.isfinite().all():", "if False:"),
     ),
     protection(

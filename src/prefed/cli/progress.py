@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -30,24 +31,35 @@ def describe(record: dict[str, Any]) -> str:
     return text if accuracy is None else f"{text}  accuracy {accuracy:.1%}"
 
 
-class RoundBar(Callback):
+class Bar:
+    """A bar on a terminal, if it is wanted; `with` shows and removes it."""
+
+    def __init__(self, total: int, quiet: bool, *columns: ProgressColumn) -> None:
+        self.quiet = quiet
+        self._progress: Progress | None = None
+        console = Console(stderr=True)
+        if console.is_terminal and not quiet:
+            self._progress = Progress(*columns, console=console)
+            self._task = self._progress.add_task("", total=total)
+
+    def __enter__(self) -> Self:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+class RoundBar(Bar, Callback):
     """The rounds of one run: a bar on a terminal, a plain line for each elsewhere."""
 
     def __init__(self, rounds: int, quiet: bool) -> None:
-        self.rounds, self.quiet, self._seen = rounds, quiet, 0
-        console = Console(stderr=True)
-        self._progress = None
-        if console.is_terminal and not quiet:
-            self._progress = Progress(
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("rounds  {task.description}", markup=False),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=console,
-            )
-            self._task = self._progress.add_task("", total=rounds)
+        text = TextColumn("rounds  {task.description}", markup=False)
+        left = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        super().__init__(rounds, quiet, BarColumn(), MofNCompleteColumn(), text, *left)
+        self.rounds, self._seen = rounds, 0
 
     def on_round(self, record: dict[str, Any]) -> None:
         text = describe(record)
@@ -57,35 +69,17 @@ class RoundBar(Callback):
         elif not self.quiet:
             print(f"round {record['round']}/{self.rounds}  {text}", flush=True)
 
-    def __enter__(self) -> RoundBar:
-        if self._progress is not None:
-            self._progress.start()
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-
-class WorkBar:
+class WorkBar(Bar):
     """Pieces of work of one kind or another: a bar on a terminal, a plain line for each elsewhere
     whenever a tenth is done."""
 
     def __init__(self, total: int, quiet: bool) -> None:
-        self.total, self.quiet, self.done = total, quiet, 0
-        console = Console(stderr=True)
-        self._progress = None
-        if console.is_terminal and not quiet:
-            self._progress = Progress(
-                BarColumn(),
-                TextColumn("{task.percentage:>3.0f}%"),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                TextColumn("{task.description}", markup=False),
-                console=console,
-            )
-            self._task = self._progress.add_task("", total=total)
+        share = TextColumn("{task.percentage:>3.0f}%")
+        text = TextColumn("{task.description}", markup=False)
+        left = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        super().__init__(total, quiet, BarColumn(), share, *left, text)
+        self.total, self.done = total, 0
 
     def tick(self, text: str) -> None:
         before, self.done = self.done, self.done + 1
@@ -93,15 +87,6 @@ class WorkBar:
             self._progress.update(self._task, advance=1, description=text)
         elif not self.quiet and 10 * before // self.total < 10 * self.done // self.total:
             print(f"{100 * self.done // self.total} %  {text}", flush=True)
-
-    def __enter__(self) -> WorkBar:
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
 
 
 class JsonLines(RoundBar):

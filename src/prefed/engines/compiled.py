@@ -1,10 +1,12 @@
 """The vectorised engine with its local step compiled: gradient and rule become a few kernels.
 
-Worth it for long runs of small models: compiling takes some seconds at the start of a run, less
-if torch finds the kernels of an earlier run in its cache (TORCHINDUCTOR_CACHE_DIR). It needs a
-C++ compiler, and is off unless it is asked for: engine = "auto" does not try it.
+Worth a try in long runs, where the rule costs as much as the gradient (bench/step.py); for chains
+of linear layers the batched products are as fast (docs/engines.md). Compiling takes some seconds at
+the start of a run, less if torch finds the kernels of an earlier run in its cache
+(TORCHINDUCTOR_CACHE_DIR). It needs a C++ compiler, and is off unless it is asked for: engine =
+"auto" does not try it.
 
-A step is compiled, not the loop over steps: the loop is no faster, and takes minutes to compile.
+A step is compiled, not the loop over steps: that is no faster, and takes far longer to compile.
 Models with buffers, and full batches of unequal size, run as in the vectorised engine.
 """
 

@@ -45,7 +45,7 @@ class Pool:
         again: Callable[..., Engine] = type(first)  # what was found out need not be again
         more = [again(task.copy(data), data, settings) for _ in range(workers - 1)]
         self.engines = [first, *more]
-        self.layout, self.seed = task.flat.layout, settings.seed
+        self.seed = settings.seed
         self.threads: ThreadPoolExecutor | None = None
         if workers > 1:
             self.threads = ThreadPoolExecutor(
@@ -105,4 +105,4 @@ class Pool:
         kept: Kept,
     ) -> Update:
         update = engine.update(algorithm, server, clients, kept)
-        return through(algorithm, server, self.layout, update, clients, kept, self.seed)
+        return through(algorithm, server, update, clients, kept, self.seed)

@@ -89,7 +89,7 @@ def _train(text: str, own: OwnData | None, asked: RecordDict, context: Context) 
         kept = {} if began is None else {client: {n: v.to(task.device) for n, v in began.items()}}
         update = engine.update(algorithm, server, [client], kept)
         seed = simulation.settings.seed
-        message, stays = upload(algorithm, server, layout, update, [client], kept, seed)
+        message, stays = upload(algorithm, server, update, [client], kept, seed)
         if keeps:
             store.write(client, ask.round, {n: v[0] for n, v in stays.items()})
         reply[p.update_key(client)] = pack_message(message)

@@ -206,6 +206,20 @@ class LocalFlower:
             process.wait()
 
 
+@contextmanager
+def at_hand(
+    config: Config, folder: Path, nodes: int, options: Options, resume: bool
+) -> Iterator[LocalFlower]:
+    """Flower on this machine with the app of a config, once everything about it is checked."""
+    clients = len(config.make_data()[1])
+    if nodes > clients:
+        raise PrefedError(f"{nodes} nodes: there are only {clients} clients")
+    check_folder(folder, config, resume)
+    with released(folder), LocalFlower(folder / "logs") as flower:
+        write_app(flower.home / "app", config, options)
+        yield flower
+
+
 def deploy_locally(
     config: Config,
     folder: Path,
@@ -216,13 +230,8 @@ def deploy_locally(
     on_record: Callable[[dict[str, Any]], None],
 ) -> None:
     """Run a config on a SuperLink and so many SuperNodes here; the ServerApp writes `folder`."""
-    clients = len(config.make_data()[1])
-    if nodes > clients:
-        raise PrefedError(f"--local {nodes}: there are only {clients} clients")
     folder = folder.absolute()
-    check_folder(folder, config, resume)
-    with released(folder), LocalFlower(folder / "logs") as flower:
-        write_app(flower.home / "app", config, options)
+    with at_hand(config, folder, nodes, options, resume) as flower:
         flower.start_superlink()
         place = {PARTITIONS: nodes, "state-dir": str(folder / "nodes")}
         names = [f"supernode-{number}" for number in range(nodes)]

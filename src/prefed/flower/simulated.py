@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from prefed.config import Config
-from prefed.errors import PrefedError
-from prefed.flower.local import LocalFlower, check_folder, follow, released
+from prefed.flower.local import at_hand, follow
 from prefed.flower.options import Options
-from prefed.flower.write import PACKAGE, write_app
+from prefed.flower.write import PACKAGE
 
 
 def deploy_simulated(
@@ -28,14 +27,9 @@ def deploy_simulated(
     resume: bool,
     on_record: Callable[[dict[str, Any]], None],
 ) -> None:
-    clients = len(config.make_data()[1])
-    if nodes > clients:
-        raise PrefedError(f"--simulate {nodes}: there are only {clients} clients")
     folder = folder.absolute()
-    check_folder(folder, config, resume)
-    with released(folder), LocalFlower(folder / "logs") as flower:
+    with at_hand(config, folder, nodes, options, resume) as flower:
         flower.environment["PREFED_STATE_DIR"] = str(folder / "nodes")
-        write_app(flower.home / "app", config, options)
         job = options.to_run_config() | {"run-dir": str(folder), "resume": resume}
         app = flower.home / "app" / PACKAGE / "config.toml"
         command = (sys.executable, "-m", "prefed.flower.simulated")

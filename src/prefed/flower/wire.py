@@ -61,7 +61,7 @@ def unpack_message(record: object, algorithm: Algorithm, server: Server) -> dict
         name: {part: found[_key(name, part)][None].to(server.weights.device) for part in form}
         for name, form in forms.items()
     }
-    values = receive(algorithm, server, server.layout, message)
+    values = receive(algorithm, server, message)
     return {name: rows[0].cpu() for name, rows in values.items()}
 
 
