@@ -47,6 +47,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "fedadam": grid(server_lr=[0.1], tau=[1e-3, 0.1], **SERVER_MOMENTS),
     "fedyogi": grid(server_lr=[0.1], beta2=[0.99, 0.8], **SERVER_MOMENTS),
     "adaalter": [*grid(tau=[1e-3, 0.1], v0=[0.0, 0.5]), *grid(frozen=[True], v0=[1.0], tau=[0.1])],
+    "localadam": [
+        *grid(state=["reset", "average", "keep"], bias_correction=OFF_ON, tau_inside=OFF_ON),
+        *grid(v0=[0.5], beta2=[0.8], tau=[0.1], server_lr=[0.7]),
+    ],
     "prefed": [
         *SHAPES,
         *grid(momentum=["average", "reset", "keep"], beta2=[0.9, 0.99], **COVARIANCE),

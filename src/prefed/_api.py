@@ -6,6 +6,7 @@ from prefed.algorithms.base import ALGORITHMS, Algorithm
 from prefed.algorithms.fedavg import FedAvg, FedAvgM
 from prefed.algorithms.fedopt import FedAdagrad, FedAdam, FedYogi
 from prefed.algorithms.fedprox import FedProx
+from prefed.algorithms.localadam import LocalAdam
 from prefed.algorithms.prefed import PreFed
 from prefed.algorithms.prefedlite import PreFedLite
 from prefed.algorithms.prefedopt import PreFedOpt
@@ -46,6 +47,7 @@ __all__ = [
     "FederatedData",
     "Field",
     "Interrupted",
+    "LocalAdam",
     "Partition",
     "PreFed",
     "PreFedLite",

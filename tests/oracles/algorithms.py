@@ -75,6 +75,7 @@ DEFAULTS: dict[str, Options] = {
     "fedadam": ADAPTIVE,
     "fedyogi": ADAPTIVE,
     "adaalter": {"tau": 1e-3, "v0": 0.0, "frozen": False},
+    "localadam": {**ADAPTIVE, "v0": 0.0, "bias_correction": True, "state": "reset"},
     "prefed": PREFED,
     "prefedlite": PREFED,
     "prefedopt": {
@@ -106,6 +107,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "shape": ("diagonal", "full", "block", "kronecker"),
     "blocks": ("row", "tensor"),
     "step_with": ("delta", "m"),
+    "state": ("reset", "average", "keep"),
 }
 
 
@@ -431,6 +433,67 @@ class AdaAlter(Algorithm):
 
 
 # ---------------------------------------------------------------------------------------------
+# Adam on the clients
+# ---------------------------------------------------------------------------------------------
+
+
+class LocalAdam(Algorithm):
+    """Adam (Kingma and Ba, algorithm 1) in the clients' steps.
+
+    n counts the steps behind m and v: those of this round ("reset"), of all rounds ("average",
+    where every client has taken part in the mean with the same n) or of client i ("keep").
+    """
+
+    def first(self) -> State:
+        """Give m, v and the number of steps behind them before the first step."""
+        return {"m": np.zeros(self.d), "v": np.full(self.d, float(self.options["v0"]))}
+
+    def start(self) -> None:
+        """Start the averages."""
+        self.steps_of: dict[int, int] = {}
+        if self.options["state"] == "average":
+            self.shared.update(self.first())
+
+    def round(self, t: int, w: Array, cohort: Sequence[int]) -> tuple[Array, float]:
+        """Local Adam, then the mean of w and (state "average") of m and v."""
+        lr, tau, how = self.client_lr(t), self.options["tau"], self.options["state"]
+        beta1, beta2 = self.options["beta1"], self.options["beta2"]
+        deltas, ms, vs, losses = [], [], [], []
+        for i in cohort:
+            begin = self.shared if how == "average" else self.kept.get(i, self.first())
+            m, v = begin["m"], begin["v"]
+            n = t * self.task.steps if how == "average" else self.steps_of.get(i, 0)
+            w_i = w.copy()
+            loss_i = 0.0
+            for x, y in self.task.local_data(t, i):
+                loss, g = self.task.gradient(w_i, x, y)
+                loss_i += loss / self.task.steps
+                n += 1
+                m = beta1 * m + (1.0 - beta1) * g
+                v = beta2 * v + (1.0 - beta2) * g**2
+                m_hat, v_hat = m, v
+                if self.options["bias_correction"]:
+                    m_hat, v_hat = m / (1.0 - beta1**n), v / (1.0 - beta2**n)
+                if self.options["tau_inside"]:
+                    w_i = w_i - lr * m_hat / np.sqrt(v_hat + tau**2)
+                else:
+                    w_i = w_i - lr * m_hat / (np.sqrt(v_hat) + tau)
+            if how == "keep":
+                self.kept[i], self.steps_of[i] = {"m": m, "v": v}, n
+                if self.options["bias_correction"]:
+                    self.kept[i] |= {"m_mass": 1.0 - beta1**n, "v_mass": 1.0 - beta2**n}
+            deltas.append(w_i - w)
+            ms.append(m)
+            vs.append(v)
+            losses.append(loss_i)
+        if how == "average":
+            self.shared["m"] = self.task.mean(cohort, ms)
+            self.shared["v"] = self.task.mean(cohort, vs)
+        delta = self.task.mean(cohort, deltas)
+        return w + self.server_lr(t) * delta, self.task.mean(cohort, losses)
+
+
+# ---------------------------------------------------------------------------------------------
 # The covariance preconditioner: PreFed, PreFedOpt, the basic rule
 # ---------------------------------------------------------------------------------------------
 
@@ -692,6 +755,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedadam": FedAdam,
     "fedyogi": FedYogi,
     "adaalter": AdaAlter,
+    "localadam": LocalAdam,
     "prefed": PreFed,
     "prefedlite": PreFed,
     "prefedopt": PreFedOpt,

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat, PositiveFloat
+
+from prefed.algorithms.base import ALGORITHMS, Algorithm
+from prefed.algorithms.fedavg import Fraction
+from prefed.rules import Adam, Rule
+from prefed.schedule import Rate
+from prefed.sharing import Policy, average, keep, reset
+
+
+@ALGORITHMS.register("localadam")
+class LocalAdam(Algorithm):
+    """Adam on the clients, weights averaged: what one gets by handing FedAvg's clients Adam.
+
+    state="reset" begins each round with m = v = 0 (upload d), "average" sends both with the
+    weights (3d), "keep" leaves them with the clients (d).
+    """
+
+    client_lr: Rate = 0.001
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.99
+    tau: PositiveFloat = 1e-3
+    v0: NonNegativeFloat = 0.0
+    bias_correction: bool = True
+    tau_inside: bool = False
+    state: Literal["reset", "average", "keep"] = "reset"
+
+    def client_rule(self) -> Rule:
+        return Adam(
+            self.beta1, self.tau, self.v0, self.bias_correction, self.tau_inside, self.beta2
+        )
+
+    def sharing(self) -> dict[str, Policy]:
+        policy = {"reset": reset, "average": average, "keep": keep}[self.state]()
+        return dict.fromkeys(("m", "v", "m_mass", "v_mass"), policy)
