@@ -18,7 +18,13 @@ STEPS, COHORT, ROUNDS = 5, 5, 8
 
 
 def config(name: str, *changes: str) -> Any:
-    rates = {"prefedsync": 0.05, "adaalter": 0.02, "prefed": 0.01, "prefedlite": 0.01, "localadam": 0.01}
+    rates = {
+        "prefedsync": 0.05,
+        "adaalter": 0.02,
+        "prefed": 0.01,
+        "prefedlite": 0.01,
+        "localadam": 0.01,
+    }
     return load(
         "digits-iid",
         [

@@ -18,7 +18,13 @@ from prefed.mean import Mean
 from tests.problems import SIZES, tiny_data
 
 NAMES = prefed.ALGORITHMS.names()
-RATES = {"prefedsync": 0.02, "adaalter": 0.01, "prefed": 0.005, "prefedlite": 0.005, "localadam": 0.005}
+RATES = {
+    "prefedsync": 0.02,
+    "adaalter": 0.01,
+    "prefed": 0.005,
+    "prefedlite": 0.005,
+    "localadam": 0.005,
+}
 
 
 def chain(dtype: torch.dtype = torch.float64, drop: float = 0.3) -> nn.Module:

@@ -163,6 +163,7 @@ def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
         raise PrefedError("tuned: should hold tables, one for each algorithm")
     if isinstance(algorithm, dict) and isinstance(algorithm.get("name"), str):
         table["algorithm"] = {**tuned.get(algorithm["name"], {}), **algorithm}
+        _fill_schedules(table)
     known = _algorithm_options(table)
     for key, value in filter(None, bare):
         if key in known:
@@ -180,6 +181,13 @@ def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
     if errors or config is None:
         raise PrefedError("\n".join(errors))
     return config
+
+
+def _fill_schedules(table: dict[str, Any]) -> None:
+    """A cosine that does not say over how many rounds it falls does so over the run's."""
+    for name, value in table["algorithm"].items():
+        if isinstance(value, dict) and value.get("schedule") == "cosine" and "rounds" in table:
+            table["algorithm"][name] = {"rounds": table["rounds"], **value}
 
 
 def algorithms_of(source: str) -> list[str]:

@@ -16,6 +16,7 @@ from prefed.config import load
 from prefed.errors import PrefedError
 from prefed.experiments import OnEvent, Planned, run_all
 from prefed.results import StoredRun
+from prefed.simulation import Record
 
 VALIDATION = 0.2
 """Share of the training samples that is set aside unless the config says otherwise."""
@@ -64,10 +65,12 @@ class Scored:
 
 
 def score(run: StoredRun) -> float:
-    values = [r["test_accuracy"] for r in run.history if r["test_accuracy"] is not None]
-    if run.status != "finished" or not values:
-        return -math.inf
-    return fmean(values[-max(1, round(LAST * len(values))) :])
+    return final_score(run.history) if run.status == "finished" else -math.inf
+
+
+def final_score(history: Sequence[Record]) -> float:
+    values = [r["test_accuracy"] for r in history if r["test_accuracy"] is not None]
+    return fmean(values[-max(1, round(LAST * len(values))) :]) if values else -math.inf
 
 
 Suggest = Callable[[list[Scored]], list[Point]]

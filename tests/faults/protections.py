@@ -209,6 +209,31 @@ PROTECTIONS = [
          "        self.kept: dict[int, State] = {}\n"
          "        self.all = [data.client(c) for c in range(min(len(data), 200_000))]\n"),
     ),
+    *(
+        protection(
+            f"deployed: {name}",
+            f"tests/test_flower.py::test_a_refused_update_is_as_if_its_client_were_not_there[{what}]",
+            ("admission.py", condition, "if False:"),
+        )
+        for name, what, condition in (
+            ("values are finite", "nan", "if not (-limit <= low and high <= limit):"),
+            ("P is not negative", "negative P",
+             "if spec.nonnegative and low < 0 and value.dim() < 2:"),
+            ("the round is the one asked for", "round",
+             "if not _is_int(round) or round != self.round:"),
+        )
+    ),
+    protection(
+        "deployed: the sample count is plausible",
+        "tests/test_flower.py::test_a_refused_update_is_as_if_its_client_were_not_there[count]",
+        ("admission.py", "if not _is_int(samples) or not 1 <= samples <= self.largest_count:",
+         "if False:"),
+        ("admission.py", "if known is not None and samples != known:", "if False:"),
+    ),
+    protection(
+        "deployed: an update counts once", "tests/test_hostile_updates.py::test_twice_is_once",
+        ("admission.py", "if client in self.admitted:", "if False:"),
+    ),
     protection(
         "reports escape what users write",
         "tests/test_report.py::test_it_is_one_small_file_and_escapes_what_users_write",

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from prefed.cli import bench, compare, data, deploy, report, run, show, sweep, theory
+from prefed.cli import bench, compare, data, deploy, report, run, show, study, sweep, theory
 
 app = typer.Typer(
     help="Adaptive and preconditioned federated optimisation.",
@@ -16,7 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for module in (run, compare, sweep, report, show, data, theory, deploy, bench):
+for module in (run, compare, sweep, study, report, show, data, theory, deploy, bench):
     module.add_to(app)
 
 

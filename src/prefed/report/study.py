@@ -1,0 +1,209 @@
+"""What a study says: a table, a figure, and both as numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from prefed.files import write_whole
+from prefed.report.curves import COLOURS
+from prefed.report.figures import to_bytes
+from prefed.results import StoredRun
+from prefed.stats import student_interval
+from prefed.study import Bench, Runs
+from prefed.sweep import final_score
+
+Row = dict[str, Any]
+
+
+def write(bench: Bench, name: str) -> str:
+    """STUDY.json, STUDY.md and STUDY.png; the table is returned too."""
+    runs = bench.runs()
+    rows = summarise(runs, bench.study.reference)
+    best = bench.best()
+    record = {
+        "title": bench.study.title,
+        "config": bench.study.config,
+        "tuned": best,
+        "at_the_edge": {n: e for n, p in best.items() if (e := bench.on_edge(n, p))},
+        "lines": rows,
+    }
+    text = table(rows, bench.study.reference)
+    write_whole(bench.out / f"{name}.json", json.dumps(_finite(record), indent=1) + "\n")
+    write_whole(bench.out / f"{name}.md", text + "\n")
+    shown = bench.study.curves or list(bench.study.compared())[: len(bench.study.grid) or 8]
+    if rows:
+        picture = draw(rows, {label: runs[label] for label in shown if label in runs})
+        write_whole(bench.out / f"{name}.png", to_bytes(picture, "png"))
+    return text
+
+
+def has_accuracy(run: StoredRun) -> bool:
+    return any(record.get("test_accuracy") is not None for record in run.history)
+
+
+def value(run: StoredRun) -> float:
+    """Accuracy in per cent or the loss, over the last tenth of the evaluations."""
+    score = final_score(run.history)
+    return 100 * score if has_accuracy(run) else -score
+
+
+def evaluations(run: StoredRun) -> list[tuple[int, float]]:
+    """(round, accuracy in per cent or loss) wherever it was evaluated."""
+    name, scale = ("test_accuracy", 100) if has_accuracy(run) else ("test_loss", 1)
+    return [(r["round"], scale * r[name]) for r in run.history if r.get(name) is not None]
+
+
+def unrest(run: StoredRun) -> float:
+    """How much the curve jumps: the spread of its evaluations around their own trend, in the
+    second half of the run, as the root mean square of second differences over sqrt(6)."""
+    values = [v for _, v in evaluations(run)]
+    values = values[len(values) // 2 :]
+    bends = [a - 2 * b + c for a, b, c in zip(values, values[1:], values[2:], strict=False)]
+    return math.sqrt(fmean(b * b for b in bends) / 6) if bends else math.nan
+
+
+def summarise(runs: Runs, reference: str | None) -> list[Row]:
+    """A row for each line with a run that came to its end, the best first."""
+    ended = {label: _ended(by_seed) for label, by_seed in runs.items()}
+    base = {s: value(run) for s, run in ended.get(reference or "", {}).items()}
+    rows = []
+    for label, by_seed in runs.items():
+        values = {seed: value(run) for seed, run in ended[label].items()}
+        paired = [values[s] - base[s] for s in values if s in base]
+        first = next(iter(by_seed.values()))
+        up = fmean(run.total("bytes_up") for run in by_seed.values())
+        whole = list(ended[label].values()) or [first]
+        low, high = student_interval(list(values.values()))
+        rows.append(
+            {
+                "label": label,
+                "algorithm": first.config["algorithm"],
+                "measure": "test_accuracy" if has_accuracy(first) else "test_loss",
+                "values": values,
+                "mean": fmean(values.values()) if values else None,
+                "interval": (low, high),
+                "difference": fmean(paired) if paired and label != reference else None,
+                "difference_interval": student_interval(paired) if label != reference else None,
+                "unrest": fmean(unrest(run) for run in whole),
+                "diverged": len(by_seed) - len(values),
+                "megabytes_up": up / 1e6,
+                "vectors_up": up / first.total("bytes_down_weights"),
+                "megabytes_down": fmean(r.total("bytes_down") for r in by_seed.values()) / 1e6,
+                "seconds": fmean(run.total("seconds") for run in by_seed.values()),
+            }
+        )
+    worst_last = -1 if any(row["measure"] == "test_accuracy" for row in rows) else 1
+    return sorted(rows, key=lambda r: math.inf if r["mean"] is None else worst_last * r["mean"])
+
+
+def _ended(by_seed: dict[int, StoredRun]) -> dict[int, StoredRun]:
+    return {seed: run for seed, run in by_seed.items() if run.status != "diverged"}
+
+
+def table(rows: list[Row], reference: str | None) -> str:
+    accuracy = any(row["measure"] == "test_accuracy" for row in rows)
+    what = "test accuracy %" if accuracy else "test loss"
+    head = ["", what, "jumps", "MB up", "up / d", "seeds"]
+    if reference:
+        head.insert(2, f"minus {reference}")
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    digits = 2 if accuracy else 5
+    for row in rows:
+        cells = [row["label"], _with_interval(row["mean"], row["interval"], f".{digits}f")]
+        if reference:
+            difference = row["difference"], row["difference_interval"]
+            cells.append(_with_interval(*difference, f"+.{digits}f"))
+        seeds = str(len(row["values"]))
+        if row["diverged"]:
+            seeds += f", {row['diverged']} diverged"
+        unrest = row["unrest"]
+        cells += [
+            f"{unrest:.{digits}f}" if math.isfinite(unrest) else "",
+            f"{row['megabytes_up']:.1f}",
+            f"{row['vectors_up']:.3g}",
+            seeds,
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _with_interval(mean: float | None, interval: Sequence[float] | None, form: str) -> str:
+    if mean is None:
+        return ""
+    text = f"{mean:{form}}"
+    if interval is not None and math.isfinite(interval[0]):
+        text += f" [{interval[0]:{form}}, {interval[1]:{form}}]"
+    return text
+
+
+def draw(rows: list[Row], shown: Runs) -> Figure:
+    """On the left the way there, round by round; on the right the end, against the upload."""
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    ways, ends = figure.subplots(1, 2)
+    accuracy = any(row["measure"] == "test_accuracy" for row in rows)
+    label = "test accuracy %" if accuracy else "test loss"
+    styles = {name: _style(i) for i, name in enumerate(shown)}
+    for name, by_seed in shown.items():
+        _curve(ways, list(_ended(by_seed).values()), name, *styles[name][:2])
+    for row in rows:
+        if row["mean"] is None:
+            continue
+        colour, _, marker = styles.get(row["label"], ("#7f7f7f", "-", "."))
+        low, high = row["interval"]
+        bar = None if not math.isfinite(low) else [[row["mean"] - low], [high - row["mean"]]]
+        ends.errorbar(row["megabytes_up"], row["mean"], bar, fmt=marker, color=colour, ms=6, lw=0.8)
+    ways.set(xlabel="round", ylabel=label, title="mean over seeds")
+    ends.set(xlabel="megabytes uploaded", xscale="log", title="at the end, 95 % intervals")
+    ends.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ends.xaxis.set_major_formatter("{x:g}")
+    ends.xaxis.set_minor_formatter(NullFormatter())
+    _limits(ends, [row["mean"] for row in rows if row["mean"] is not None], accuracy)
+    if not accuracy:
+        ways.set_yscale("log")
+    for axes in (ways, ends):
+        axes.grid(alpha=0.25, lw=0.5)
+        axes.tick_params(labelsize=8)
+    ways.legend(frameon=False, fontsize=7, ncols=2)
+    return figure
+
+
+def _style(i: int) -> tuple[str, str, str]:
+    """A colour, a line and a marker: eight colours, then the same with another line and marker."""
+    return COLOURS[i % 8], ("-", "--", ":")[i // 8 % 3], "os^vDP*X"[i % 8]
+
+
+def _curve(axes: Axes, runs: list[StoredRun], label: str, colour: str, line: str) -> None:
+    if not runs:
+        return
+    found = [evaluations(run) for run in runs]
+    rounds = [r for r, _ in min(found, key=len)]
+    mean = [fmean(values) for values in zip(*([v for _, v in f] for f in found), strict=False)]
+    axes.plot(rounds, mean, line, color=colour, label=label, lw=1.3)
+
+
+def _limits(axes: Axes, values: list[float], accuracy: bool) -> None:
+    """Show what differs: a line that failed must not squeeze the others into one."""
+    if not values:
+        return
+    ordered = sorted(values, reverse=accuracy)
+    best, middle = ordered[0], ordered[len(ordered) // 2]
+    room = max(3 * abs(best - middle), 0.02 * abs(best))
+    low, high = (best - room, best + room / 3) if accuracy else (best - room / 3, best + room)
+    axes.set_ylim(low, high)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
