@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prefed.layout import Entry
 from prefed.rules.covariance import SHAPES
-from prefed.rules.matrix import MatrixCovariance, eigen, matrices, view
+from prefed.rules.matrix import MatrixCovariance, eigen, matrices, part, view
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,12 @@ class Side:
 
     def inside(self, P: Tensor) -> Tensor:
         """(C, size, size) or (C, size)"""
-        part = P[:, self.start : self.start + self.numbers]
-        return part.view(len(P), self.size, self.size) if self.whole else part
+        shape = (self.size, self.size) if self.whole else (self.size,)
+        return part(P, self.start, shape)
 
     def vectors(self, root: Tensor) -> Tensor | None:
         """The eigenvectors (C, size, size) of a whole factor."""
-        if not self.whole:
-            return None
-        part = root[:, self.root_start : self.root_start + self.size**2]
-        return part.view(len(root), self.size, self.size)
+        return part(root, self.root_start, (self.size, self.size)) if self.whole else None
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,21 @@ class Weights:
 
     def divisors(self, root: Tensor) -> Tensor:
         """(C, rows, columns): 1 / (root of the eigenvalue + tau)."""
-        part = root[:, self.root_start : self.root_start + self.rows * self.columns]
-        return part.view(len(root), self.rows, self.columns)
+        return part(root, self.root_start, (self.rows, self.columns))
+
+
+@dataclass(frozen=True)
+class Small:
+    """Where the numbers of all vectors lie in the weights, in P and in the root."""
+
+    weights: Tensor
+    P: Tensor
+    root: Tensor
+
+    def on(self, device: torch.device) -> Small:
+        if self.P.device == device:
+            return self
+        return Small(self.weights.to(device), self.P.to(device), self.root.to(device))
 
 
 @SHAPES.register("kronecker")
@@ -103,12 +113,30 @@ class KroneckerCovariance(MatrixCovariance):
         sides = [side for w in self.weights for side in (w.left, w.right) if side and side.whole]
         return (sum(w.rows * w.columns for w in self.weights) + sum(s.size**2 for s in sides),)
 
+    @cached_property
+    def small(self) -> Small:
+        """All vectors at once: a step on each by itself would cost more in calls than in numbers."""
+        vectors = [w for w in self.weights if w.right is None]
+
+        def numbers(starts: list[int]) -> Tensor:
+            ranges = (torch.arange(v.rows) + at for v, at in zip(vectors, starts, strict=True))
+            return torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
+
+        return Small(
+            numbers([v.entry.offset for v in vectors]),
+            numbers([v.left.start for v in vectors]),
+            numbers([v.root_start for v in vectors]),
+        )
+
     def add_outer(self, P: Tensor, r: Tensor, keep: float, take: float) -> None:
         for weights in self.weights:
-            R = matrices(r, weights.entry)
-            _add(weights.left, P, R, keep, take)
             if weights.right is not None:
+                R = matrices(r, weights.entry)
+                _add(weights.left, P, R, keep, take)
                 _add(weights.right, P, R.mT, keep, take)
+        small = self.small.on(P.device)
+        squares = r[:, small.weights].square_().mul_(take)
+        P[:, small.P] = squares.add_(P[:, small.P], alpha=keep)
 
     def derive(self, P: Tensor) -> Tensor:
         root = P.new_empty(len(P), *self.root_shape())
@@ -124,15 +152,18 @@ class KroneckerCovariance(MatrixCovariance):
 
     def move(self, w: Tensor, root: Tensor, u: Tensor, lr: float) -> None:
         for weights in self.weights:
+            if weights.right is None:
+                continue
             target, X = view(w, weights.entry), matrices(u, weights.entry)
-            U = weights.left.vectors(root)
-            V = weights.right.vectors(root) if weights.right is not None else None
-            X = U.mT @ X if U is not None else X
-            X = X @ V if V is not None else X
+            U, V = weights.left.vectors(root), weights.right.vectors(root)
+            X = torch.bmm(U.mT, X) if U is not None else X
+            X = torch.bmm(X, V) if V is not None else X
             X = X * weights.divisors(root)
-            X = U @ X if U is not None else X
-            X = X @ V.mT if V is not None else X
+            X = torch.bmm(U, X) if U is not None else X
+            X = torch.bmm(X, V.mT) if V is not None else X
             target.sub_(X.view(target.shape), alpha=lr)
+        small = self.small.on(w.device)
+        w.index_add_(1, small.weights, u[:, small.weights].mul_(root[:, small.root]), alpha=-lr)
 
     def diagonal(self, P: Tensor) -> Tensor:
         parts = []

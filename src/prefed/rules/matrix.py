@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 from abc import abstractmethod
 from dataclasses import dataclass, replace
@@ -117,7 +119,22 @@ def matrices(rows: Tensor, entry: Entry) -> Tensor:
 
     A copy where the memory format does not allow a view.
     """
-    return view(rows, entry).flatten(2) if len(entry.shape) > 1 else view(rows, entry)[..., None]
+    shape = entry.shape or (1,)
+    if len(shape) < 2 or entry.stride == row_major(shape):
+        return part(rows, entry.offset, (shape[0], math.prod(shape[1:])))
+    return view(rows, entry).flatten(2)
+
+
+def part(rows: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+    """A part of each row in this shape, sharing its memory; one call where slicing takes two."""
+    strides = (rows.stride(0), *row_major(shape))
+    return rows.as_strided((len(rows), *shape), strides, rows.storage_offset() + start)
+
+
+@functools.cache
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor that lies in memory row after row."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def view(rows: Tensor, entry: Entry) -> Tensor:
