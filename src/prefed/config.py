@@ -20,7 +20,7 @@ import tomllib
 from collections.abc import Callable, Iterable
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import (
@@ -66,6 +66,9 @@ class Data(Named):
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """This share of the training samples is set aside, and evaluated on in place of the test set:
     for choosing step sizes without a look at the test set."""
+    target: Literal["label", "input"] = "label"
+    """What the model is to give: the y of the data set, or, for an autoencoder, its input. The
+    split goes by the labels in either case."""
 
 
 class Config(Settings):
@@ -86,6 +89,8 @@ class Config(Settings):
         dataset = DATASETS.get(self.data.name)(**self.data.options)
         if self.data.validation:
             dataset = dataset.hold_out(self.data.validation, draws.generator(self.seed, "held out"))
+        if self.data.target == "input":
+            dataset = dataset.onto_itself()
         split, generator = SPLITS.get(self.data.split.name), draws.generator(self.seed, "split")
         return dataset, partition(dataset, split, generator, self.data.split.options)
 
@@ -110,6 +115,8 @@ class Config(Settings):
     def to_dict(self) -> dict[str, Any]:
         """Plain values for TOML, enough to run it again."""
         plain = {name: value for name, value in self.model_dump().items() if value is not None}
+        if self.data.target == "label":  # as in runs from before there was a choice
+            del plain["data"]["target"]
         return {"batch_size": "full", **plain} if self.batch_size is None else plain
 
 
