@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 import tomllib
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -159,7 +160,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
     """A checked config from a file, a preset or a table, with changes of the form "key=value"."""
-    table = read(source) if isinstance(source, str) else dict(source)
+    table = read(source) if isinstance(source, str) else deepcopy(source)  # changes go deep
     tuned = table.pop("tuned", {})
     for name in ("algorithm", "model", "data"):
         if isinstance(table.get(name), str):
