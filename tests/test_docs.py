@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 SHORT = ["--set", "rounds=1", "--set", "local_steps=1"]
 SMALL = ["--set", "rounds=3", "--set", "local_steps=2", "--set", "model.hidden=[4]"]
 PAGES = ["README.md", "docs/tour.md", "docs/own-algorithm.md", "docs/experiments.md"]
-PAGES += ["docs/upload.md", "docs/theory.md"]
+PAGES += ["docs/upload.md", "docs/theory.md", "docs/data.md"]
 
 
 def blocks(page: str, language: str) -> list[str]:

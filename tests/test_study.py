@@ -18,6 +18,8 @@ import prefed.report.study as results
 from prefed.cli.study import study as study_command
 from prefed.config import load
 from prefed.errors import PrefedError
+from prefed.measures import ACCURACY
+from prefed.results import StoredRun
 from prefed.stats import student_interval
 from prefed.study import Bench, came_to_its_end, merged, read, studies
 from tests.test_cli import prefed_command
@@ -198,8 +200,6 @@ def test_a_cosine_falls_over_the_rounds_of_the_run() -> None:
 
 
 def test_jumps_are_measured_around_the_trend(tmp_path: Path) -> None:
-    from prefed.results import StoredRun
-
     def run(values: list[float]) -> StoredRun:
         records = [
             {"round": i, "test_accuracy": v, "train_loss": 1.0} for i, v in enumerate(values)
@@ -207,8 +207,8 @@ def test_jumps_are_measured_around_the_trend(tmp_path: Path) -> None:
         return StoredRun(tmp_path, {"rounds": len(values) - 1}, records)
 
     straight = run([i / 40 for i in range(40)])
-    assert results.unrest(straight) == pytest.approx(0, abs=1e-9)
+    assert results.unrest(straight, ACCURACY) == pytest.approx(0, abs=1e-9)
     assert came_to_its_end(straight)
     rng = np.random.default_rng(0)
     noisy = run([i / 4000 + 0.03 * float(rng.standard_normal()) for i in range(4000)])
-    assert results.unrest(noisy) == pytest.approx(3, rel=0.1)
+    assert results.unrest(noisy, ACCURACY) == pytest.approx(3, rel=0.1)

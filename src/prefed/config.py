@@ -18,9 +18,10 @@ from __future__ import annotations
 import inspect
 import tomllib
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import (
@@ -66,6 +67,9 @@ class Data(Named):
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """This share of the training samples is set aside, and evaluated on in place of the test set:
     for choosing step sizes without a look at the test set."""
+    target: Literal["label", "input"] = "label"
+    """What the model is to give: the y of the data set, or, for an autoencoder, its input. The
+    split goes by the labels in either case."""
 
 
 class Config(Settings):
@@ -86,6 +90,8 @@ class Config(Settings):
         dataset = DATASETS.get(self.data.name)(**self.data.options)
         if self.data.validation:
             dataset = dataset.hold_out(self.data.validation, draws.generator(self.seed, "held out"))
+        if self.data.target == "input":
+            dataset = dataset.onto_itself()
         split, generator = SPLITS.get(self.data.split.name), draws.generator(self.seed, "split")
         return dataset, partition(dataset, split, generator, self.data.split.options)
 
@@ -110,6 +116,8 @@ class Config(Settings):
     def to_dict(self) -> dict[str, Any]:
         """Plain values for TOML, enough to run it again."""
         plain = {name: value for name, value in self.model_dump().items() if value is not None}
+        if self.data.target == "label":  # as in runs from before there was a choice
+            del plain["data"]["target"]
         return {"batch_size": "full", **plain} if self.batch_size is None else plain
 
 
@@ -152,7 +160,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
     """A checked config from a file, a preset or a table, with changes of the form "key=value"."""
-    table = read(source) if isinstance(source, str) else dict(source)
+    table = read(source) if isinstance(source, str) else deepcopy(source)  # changes go deep
     tuned = table.pop("tuned", {})
     for name in ("algorithm", "model", "data"):
         if isinstance(table.get(name), str):

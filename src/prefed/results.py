@@ -44,7 +44,11 @@ class StoredRun:
 
     def final_accuracy(self) -> float | None:
         """Of a run that came to its end; None for others and without labels."""
-        return self.history[-1]["test_accuracy"] if self.status == "finished" else None
+        return self.final("test_accuracy")
+
+    def final(self, key: str) -> float | None:
+        """A number of the last round, of a run that came to its end."""
+        return self.history[-1].get(key) if self.status == "finished" else None
 
     def reached(self, target: float) -> Record | None:
         """The first round with that test accuracy."""

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from prefed import distributed, draws
 from prefed.algorithms import Algorithm
@@ -98,7 +97,7 @@ class Simulation:
         model: nn.Module,
         data: FederatedData,
         settings: Settings,
-        loss: Loss = cross_entropy,
+        loss: Loss | None = None,
     ) -> None:
         if not isinstance(algorithm, Algorithm):
             raise PrefedError(f"algorithm: should be an Algorithm such as prefed.FedAvg(), "
@@ -257,7 +256,7 @@ class Simulation:
         return self.engine
 
     def evaluate(self) -> Record:
-        """Loss and accuracy of the global model on the test set."""
+        """Loss of the global model on the test set, and accuracy if there are labels."""
         if self.data.test is None:
             return {}
         self._load()
@@ -335,7 +334,7 @@ def simulate(
     clients_per_round: int | None = None,
     batch_size: int | None = 32,
     batches: Literal["replacement", "epochs"] = "replacement",
-    loss: Loss = cross_entropy,
+    loss: Loss | None = None,
     seed: int = 0,
     weighting: Literal["uniform", "samples"] = "uniform",
     engine: str = "auto",
@@ -354,6 +353,8 @@ def simulate(
     clients_per_round  drawn anew in each round; None is everyone
     batch_size         drawn from a client's samples in each step; None is all of them
     batches            drawn with "replacement", or shuffled "epochs"
+    loss               (output, y) -> one number; None is cross-entropy if y are labels, and squared
+                       error if they are floating, or uint8: pixels, as value / 255
     weighting          of clients in the mean: "uniform", or by their number of "samples"
     dropout            the chance of each client of a cohort never to answer
     quorum             a round with fewer answers leaves the model as it was

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 from collections.abc import Iterator
 from importlib.resources import files
@@ -188,8 +189,9 @@ class Bench:
                 continue
             if "failed" in event:
                 raise RunFailed(f"{planned.title}: {event['failed']}")
-            history = histories.pop(number, [])
-            self.scores[title] = final_score(history) if "done" in event else None
+            run = StoredRun(self.folder, planned.config.to_dict(), histories.pop(number, []))
+            score = final_score(run) if "done" in event else -math.inf
+            self.scores[title] = score if math.isfinite(score) else None
             text = json.dumps({"config": self._base(), "scores": self.scores}, indent=0)
             write_whole(self.folder / "tuning.json", text + "\n")
             on_event(planned, {"end": "scored" if "done" in event else "diverged"})
@@ -204,7 +206,7 @@ class Bench:
             points = self.study.points(name)
             scores = [self._score(name, point) for point in points]
             known = [s for s in scores if s is not None]
-            if len(known) == len(points) and max(known) > -float("inf"):
+            if len(known) == len(points) and max(known) > -math.inf:
                 found[name] = points[known.index(max(known))]
         return found
 
@@ -222,7 +224,7 @@ class Bench:
         if any(k not in self.scores for k in keys):
             return None
         values = [self.scores[k] for k in keys]
-        return fmean(-float("inf") if v is None else v for v in values)
+        return fmean(-math.inf if v is None else v for v in values)
 
     def _tuned_toml(self) -> str:
         lines = []

@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import fmean
 from typing import Any
 
+from prefed.measures import ACCURACY, Measure, measure
 from prefed.results import StoredRun
 from prefed.stats import bootstrap_interval, sign_flip_p
 
-HEADINGS = (
-    "accuracy %\n[95 % interval]",
-    "p vs\nbest",
-    "rounds\nto {target}",
-    "MB up\nto {target}",
-    "MB\nup",
-    "MB\ndown",
-    "s",
-)
-"""Of a ranking, after the label: what `Group.cells` fills."""
+
+def headings(measure: Measure, target: float) -> list[str]:
+    """Of a ranking, after the label: what `Group.cells` fills. The target is an accuracy."""
+    to_target = [f"rounds\nto {target:.0%}", f"MB up\nto {target:.0%}"]
+    return [
+        f"{measure.heading}\n[95 % interval]",
+        "p vs\nbest",
+        *(to_target if measure is ACCURACY else []),
+        "MB\nup",
+        "MB\ndown",
+        "s",
+    ]
 
 
 @dataclass
@@ -31,19 +35,21 @@ class Group:
     runs: list[StoredRun]
     p_value: float | None = None
     """Of the paired test against the best group; None for the best itself, or without pairs."""
+    measure: Measure = ACCURACY
+    """What the groups of a ranking are compared by."""
 
-    def accuracies(self) -> dict[int, float]:
-        """Final test accuracy by seed, of runs that came to their end."""
-        found = {run.seed: run.final_accuracy() for run in self.runs}
+    def values(self) -> dict[int, float]:
+        """The final measure by seed, of runs that came to their end."""
+        found = {run.seed: run.final(self.measure.key) for run in self.runs}
         return {seed: value for seed, value in found.items() if value is not None}
 
     def mean(self) -> float | None:
-        values = self.accuracies()
+        values = self.values()
         return fmean(values.values()) if values else None
 
     def interval(self) -> tuple[float, float] | None:
         """95 % bootstrap interval of the mean over seeds."""
-        values = self.accuracies()
+        values = self.values()
         return bootstrap_interval(list(values.values())) if len(values) > 1 else None
 
     def count(self, status: str) -> int:
@@ -63,21 +69,21 @@ class Group:
     def cells(self, target: float) -> list[str]:
         """The columns of a ranking, as text."""
         mean, interval, reached = self.mean(), self.interval(), self.to_target(target)
-        accuracy = "-" if mean is None else f"{100 * mean:.1f}"
+        text = self.measure.text
+        value = "-" if mean is None else text(mean)
         if interval is not None:
-            accuracy += f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
+            value += f" [{text(interval[0])}, {text(interval[1])}]"
         for status in ("diverged", "interrupted", "running"):
             if count := self.count(status):
-                accuracy += f" ({count}/{len(self.runs)} {status})"
+                value += f" ({count}/{len(self.runs)} {status})"
         rounds = megabytes = "-"
         if reached is not None:
             some = f" ({reached[2]}/{len(self.runs)})" if reached[2] < len(self.runs) else ""
             rounds, megabytes = f"{reached[0]:.0f}{some}", f"{reached[1]:.1f}"
         return [
-            accuracy,
+            value,
             "" if self.p_value is None else f"{self.p_value:.2g}",
-            rounds,
-            megabytes,
+            *([rounds, megabytes] if self.measure is ACCURACY else []),
             f"{self.mean_total('bytes_up') / 1e6:.1f}",
             f"{self.mean_total('bytes_down') / 1e6:.1f}",
             f"{self.mean_total('seconds'):.1f}",
@@ -85,16 +91,17 @@ class Group:
 
 
 def group(runs: Sequence[StoredRun]) -> list[Group]:
-    """Best mean accuracy first; a group without one, because all diverged, comes last."""
+    """Best mean first; a group without one, because all diverged, comes last."""
     by_config: dict[str, list[StoredRun]] = {}
     for run in runs:
         by_config.setdefault(json.dumps(_without_seed(run.config), sort_keys=True), []).append(run)
     members = list(by_config.values())
     labels = _labels([_without_seed(runs[0].config) for runs in members])
-    groups = [Group(label, runs) for label, runs in zip(labels, members, strict=True)]
-    groups.sort(key=lambda g: -1.0 if (mean := g.mean()) is None else mean, reverse=True)
+    by = measure(runs)
+    groups = [Group(label, own, measure=by) for label, own in zip(labels, members, strict=True)]
+    groups.sort(key=lambda g: -inf if (mean := g.mean()) is None else by.sign * mean, reverse=True)
     for other in groups[1:]:
-        best, values = groups[0].accuracies(), other.accuracies()
+        best, values = groups[0].values(), other.values()
         paired = [best[seed] - values[seed] for seed in best if seed in values]
         other.p_value = sign_flip_p(paired) if len(paired) > 1 else None
     return groups

@@ -15,14 +15,14 @@ import numpy as np
 from prefed.config import load
 from prefed.errors import PrefedError
 from prefed.experiments import OnEvent, Planned, run_all
+from prefed.measures import measure
 from prefed.results import StoredRun
-from prefed.simulation import Record
 
 VALIDATION = 0.2
 """Share of the training samples that is set aside unless the config says otherwise."""
 LAST = 0.1
-"""The score of a run is its mean validation accuracy over this last share of its rounds, so that
-the noise of a single round does not decide."""
+"""The score of a run is its mean validation accuracy (or loss, where there are no labels) over this
+last share of its evaluations, so that the noise of a single round does not decide."""
 
 Point = dict[str, str]
 """A value, as text, for each key that is swept."""
@@ -65,12 +65,19 @@ class Scored:
 
 
 def score(run: StoredRun) -> float:
-    return final_score(run.history) if run.status == "finished" else -math.inf
+    """That of a run that finished; minus infinity for others."""
+    return final_score(run) if run.status == "finished" else -math.inf
 
 
-def final_score(history: Sequence[Record]) -> float:
-    values = [r["test_accuracy"] for r in history if r["test_accuracy"] is not None]
-    return fmean(values[-max(1, round(LAST * len(values))) :]) if values else -math.inf
+def final_score(run: StoredRun) -> float:
+    """More is better: a loss counts with a minus. Minus infinity for a run whose last evaluation is
+    missing or not finite."""
+    by = measure([run])
+    last = run.history[-1].get(by.key) if run.history else None
+    if last is None or not math.isfinite(last):
+        return -math.inf
+    values = by.of(run)
+    return by.sign * fmean(values[-max(1, round(LAST * len(values))) :])
 
 
 Suggest = Callable[[list[Scored]], list[Point]]
@@ -97,7 +104,7 @@ class Optuna:
 
     def __call__(self, tried: list[Scored]) -> list[Point]:
         for trial, scored in zip(self.asked, tried[-len(self.asked) :], strict=False):
-            self.study.tell(trial, max(scored.score, -1.0))
+            self.study.tell(trial, scored.score)
         self.asked = [
             self.study.ask() for _ in range(max(0, min(self.batch, self.points - len(tried))))
         ]

@@ -15,6 +15,7 @@ from prefed.draws import torch_seed
 from prefed.dropout import KeyedDropout, keys
 from prefed.errors import PrefedError
 from prefed.layout import FlatModel
+from prefed.losses import are_labels, by_targets
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -38,7 +39,7 @@ class Task:
     def __init__(
         self,
         model: nn.Module,
-        loss: Loss,
+        loss: Loss | None,
         data: FederatedData,
         device: torch.device,
         channels_last: bool = False,
@@ -56,7 +57,7 @@ class Task:
             _lay_out(model, torch.channels_last)
         self.flat = FlatModel(model)
         self.precision = precision
-        self.loss = loss
+        self.loss = loss or by_targets
         self.transform = data.transform
         self.device = device
         self.randomness: Literal["none", "dropout", "generator"] = "none"
@@ -118,7 +119,7 @@ class Task:
         """Mean loss, and accuracy if the targets are labels. The model's mode is left as it was."""
         training = self.flat.module.training
         self.flat.module.eval()
-        loss, correct, labels = 0.0, 0, not y.dtype.is_floating_point
+        loss, correct, labels = 0.0, 0, are_labels(y)
         for x_part, y_part in zip(
             x.split(EVALUATION_BATCH), y.split(EVALUATION_BATCH), strict=True
         ):

@@ -22,13 +22,15 @@ from prefed.simulation import Callback
 
 
 def describe(record: dict[str, Any]) -> str:
-    """Loss and accuracy of a round, in words."""
-    loss, accuracy = record["train_loss"], record["test_accuracy"]
+    """Loss and accuracy of a round, in words; without labels, the loss on the test set."""
+    loss, accuracy, test = (record[k] for k in ("train_loss", "test_accuracy", "test_loss"))
     if record.get("skipped"):
         text = "too few answers"
     else:
         text = f"loss {loss:.4f}" if loss is not None else "loss not finite"
-    return text if accuracy is None else f"{text}  accuracy {accuracy:.1%}"
+    if accuracy is not None:
+        return f"{text}  accuracy {accuracy:.1%}"
+    return text if test is None else f"{text}  test loss {test:.4g}"
 
 
 class Bar:

@@ -37,16 +37,21 @@ def runs(folders: Folders) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from prefed.measures import measures
     from prefed.results import load_runs
 
-    view = Table("run", "algorithm", "seed", "status", "rounds", "accuracy %", "best %", "MB up")
-    for run in load_runs(*folders):
-        accuracies = [a for r in run.history if (a := r.get("test_accuracy")) is not None]
+    found = load_runs(*folders)
+    shown = measures(found)
+    figures = [heading for m in shown for heading in (m.heading, f"best{m.unit}")]
+    view = Table("run", "algorithm", "seed", "status", "rounds", *figures, "MB up")
+    for run in found:
+        cells = []
+        for m in shown:
+            values = m.of(run)
+            cells += [m.text(values[-1]), m.text(m.best(values))] if values else ["-", "-"]
         view.add_row(
             str(run.folder), run.algorithm, str(run.seed), run.status,
-            f"{len(run.history)}/{run.config['rounds']}",
-            f"{100 * accuracies[-1]:.1f}" if accuracies else "-",
-            f"{100 * max(accuracies):.1f}" if accuracies else "-",
+            f"{len(run.history)}/{run.config['rounds']}", *cells,
             f"{run.total('bytes_up') / 1e6:.1f}",
         )  # fmt: skip
     Console().print(view)

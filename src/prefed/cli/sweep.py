@@ -42,6 +42,7 @@ def sweep(
     from prefed.cli.live import LiveRuns, new_out
     from prefed.cli.tables import points
     from prefed.errors import PrefedError
+    from prefed.measures import measure
     from prefed.report import write_report
     from prefed.summary import Group
     from prefed.sweep import Optuna, Space, Suggest, all_at_once, evaluate_best, on_edge
@@ -70,9 +71,11 @@ def sweep(
         return
     Console().print(points(scored))
     chosen = " ".join(f"--set {key}={value}" for key, value in best.point.items())
-    accuracy = Group("best", tested).mean()
+    by = measure(tested)
+    mean = Group("best", tested, measure=by).mean()
     print(f"best on the validation split: {chosen}")
-    print("its accuracy on the test set: " + ("-" if accuracy is None else f"{accuracy:.1%}"))
+    value = "-" if mean is None else by.text(mean) + by.unit
+    print(f"its {by.name} on the test set: {value}")
     for key in on_edge(space, best.point):
         print(f"{key}={best.point[key]} lies on the edge of the grid: try values beyond it")
     print(f"report: {folder / 'report.html'}")

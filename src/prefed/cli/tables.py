@@ -7,16 +7,17 @@ import math
 from rich import box
 from rich.table import Table
 
-from prefed.summary import HEADINGS, Group
+from prefed.measures import measure
+from prefed.summary import Group, headings
 from prefed.sweep import Scored
 
 
 def ranking(groups: list[Group], target: float) -> Table:
-    """Best mean accuracy first. A run that diverged is shown as diverged, never left out."""
+    """Best mean first. A run that diverged is shown as diverged, never left out."""
     view = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     view.add_column("algorithm", no_wrap=True)
-    for heading in HEADINGS:
-        view.add_column(heading.format(target=f"{target:.0%}"), justify="right", no_wrap=True)
+    for heading in headings(groups[0].measure, target):
+        view.add_column(heading, justify="right", no_wrap=True)
     for group in groups:
         view.add_row(group.label, *group.cells(target))
     return view
@@ -25,9 +26,10 @@ def ranking(groups: list[Group], target: float) -> Table:
 def points(scored: list[Scored], most: int = 20) -> Table:
     """The points of a sweep, best first."""
     view = Table(*scored[0].point)
-    view.add_column("validation accuracy %", justify="right")
+    by = measure([run for s in scored for run in s.runs])
+    view.add_column(f"validation {by.name}{by.unit}", justify="right")
     for s in scored[:most]:
-        value = "diverged" if s.score == -math.inf else f"{100 * s.score:.1f}"
+        value = "diverged" if s.score == -math.inf else by.text(by.sign * s.score)
         view.add_row(*s.point.values(), value)
     if len(scored) > most:
         view.caption = f"and {len(scored) - most} more points"

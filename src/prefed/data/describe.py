@@ -12,6 +12,7 @@ from prefed.data.files import Missing
 from prefed.data.own import read_npz
 from prefed.data.registry import DATASETS, Dataset
 from prefed.errors import PrefedError
+from prefed.losses import are_labels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,7 +53,9 @@ def check(folder: Path) -> list[tuple[str, str, bool]]:
 
 def summary(dataset: Dataset) -> str:
     test = 0 if dataset.test is None else len(dataset.test[1])
-    text = f"{len(dataset.y):,} training and {test:,} test samples, {dataset.outputs} classes"
+    text = f"{len(dataset.y):,} training and {test:,} test samples"
+    if are_labels(dataset.y):
+        text += f", {dataset.labels} classes"
     if dataset.client is not None:
         text += f", {len(dataset.client.unique()):,} clients by nature"
     return text
@@ -60,10 +63,10 @@ def summary(dataset: Dataset) -> str:
 
 def class_counts(dataset: Dataset, data: FederatedData, clients: int | None = None) -> Any:
     """Samples of each class on each client (clients, classes), or None without labels."""
-    if dataset.y.dim() != 1 or dataset.y.dtype.is_floating_point:
+    if dataset.y.dim() != 1 or not are_labels(dataset.y):
         return None
     assert isinstance(data.clients, Partition)
-    parts, classes = data.clients.parts, dataset.outputs
+    parts, classes = data.clients.parts, dataset.labels
     shown = len(parts) if clients is None else min(clients, len(parts))
     owner = np.repeat(np.arange(shown), parts.sizes()[:shown])
     labels = np.asarray(dataset.y)[parts.order[: len(owner)]]

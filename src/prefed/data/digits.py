@@ -10,6 +10,9 @@ from torch import Tensor
 from prefed import draws
 from prefed.data.registry import DATASETS, Dataset
 
+LARGEST = 16
+"""Value of a pixel."""
+
 
 @DATASETS.register("digits")
 def digits() -> Dataset:
@@ -19,8 +22,8 @@ def digits() -> Dataset:
     order = draws.generator(0, "digits").permutation(len(arrays["y"]))
     x = torch.from_numpy(arrays["x"][order]).unsqueeze(1)
     y = torch.from_numpy(arrays["y"][order].astype(np.int64))
-    return Dataset(x[360:], y[360:], (x[:360], y[:360]), to_unit_range)
+    return Dataset(x[360:], y[360:], (x[:360], y[:360]), to_unit_range, scale=LARGEST)
 
 
 def to_unit_range(x: Tensor) -> Tensor:
-    return x.to(torch.get_default_dtype()) / 16
+    return x.to(torch.get_default_dtype()) / LARGEST

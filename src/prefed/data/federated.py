@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from prefed.errors import PrefedError
+from prefed.losses import are_labels
 
 Transform = Callable[[Tensor], Tensor]
 Augment = Callable[[Tensor, np.random.Generator], Tensor]
@@ -166,7 +167,7 @@ def _check(where: str, samples: Samples, classes: int | None) -> None:
     for name, values in (("x", x), ("y", y)):
         if values.dtype.is_floating_point and not bool(torch.isfinite(values).all()):
             raise PrefedError(f"{where}: {name} has values that are not finite (NaN or infinity)")
-    if classes is not None and not y.dtype.is_floating_point:
+    if classes is not None and are_labels(y):
         low, high = int(y.min()), int(y.max())
         if low < 0 or high >= classes:
             raise PrefedError(

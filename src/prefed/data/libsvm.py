@@ -64,7 +64,7 @@ def _dataset(x: Array, labels: Array, test_x: Array, test_labels: Array) -> Data
     names = np.unique(np.concatenate([labels, test_labels]))
     y, test_y = (torch.from_numpy(np.searchsorted(names, a)) for a in (labels, test_labels))
     test = (torch.from_numpy(test_x), test_y)
-    return Dataset(torch.from_numpy(x), y, test, to_float, classes=len(names))
+    return Dataset(torch.from_numpy(x), y, test, to_float, classes=len(names), scale=1.0)
 
 
 def to_float(x: Tensor) -> Tensor:

@@ -71,6 +71,7 @@ def npz(path: str, test: float = 0.2, scale: float = 255.0, augment: bool = Fals
         None if client is None else torch.from_numpy(client),
         classes,
         CropAndFlip() if augment else None,
+        scale,
     )
 
 

@@ -11,8 +11,9 @@ from torch.nn.functional import cross_entropy
 
 from prefed.dropout import KeyedDropout
 from prefed.engines import batched
+from prefed.losses import are_labels, by_targets, squared_error
 from prefed.rules.base import State
-from prefed.task import Task
+from prefed.task import Loss, Task
 
 Losses = Callable[[State, State, Tensor, Tensor, Tensor], Tensor]
 """(parameters, buffers, x, y, keys of dropout), each with a row a client -> losses (C)."""
@@ -24,7 +25,8 @@ def losses_of(task: Task) -> Losses:
     if (forward := batched.plan(task.flat.module)) is None:
         return by_vmap(task)
     prepare = vmap(task.transform) if task.transform else (lambda x: x)
-    loss = _cross_entropy if task.loss is cross_entropy else vmap(task.loss)
+    fast: dict[Loss, Loss] = {cross_entropy: _cross_entropy, by_targets: _by_targets}
+    loss = fast.get(task.loss) or vmap(task.loss)
     return lambda weights, buffers, x, y, keys: loss(forward(weights, prepare(x), keys), y)
 
 
@@ -40,6 +42,10 @@ def by_vmap(task: Task) -> Losses:
 
     mapped: Losses = vmap(one)
     return mapped
+
+
+def _by_targets(output: Tensor, y: Tensor) -> Tensor:
+    return (_cross_entropy if are_labels(y) else vmap(squared_error))(output, y)
 
 
 def _cross_entropy(output: Tensor, y: Tensor) -> Tensor:

@@ -108,6 +108,7 @@ def _train(text: str, own: OwnData | None, asked: RecordDict, context: Context) 
 def _own_data(data: FederatedData, samples: Any) -> FederatedData:
     """The config's data with this node's samples in place of every client's."""
     from prefed.data import FederatedData
+    from prefed.losses import are_labels
 
     class Own:
         def __len__(self) -> int:
@@ -116,4 +117,8 @@ def _own_data(data: FederatedData, samples: Any) -> FederatedData:
         def __getitem__(self, client: int) -> Any:
             return samples
 
-    return FederatedData(Own(), data.test, data.transform, data.augment)
+    made = FederatedData(Own(), data.test, data.transform, data.augment)
+    found, wanted = made.client(0).y, data.client(0).y
+    if are_labels(found) != are_labels(wanted):
+        raise PrefedError(f"y of this node is {found.dtype}, that of the config {wanted.dtype}")
+    return made

@@ -19,7 +19,6 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from prefed.admission import Spec, broadcast
 from prefed.algorithms import ALGORITHMS, Algorithm
@@ -29,6 +28,7 @@ from prefed.flower.kept import NEVER, KeptState, state_directory
 from prefed.flower.statedict import StateDict
 from prefed.flower.wire import pack, unpack
 from prefed.layout import FlatModel, Layout
+from prefed.losses import by_targets
 from prefed.optim import Covariance
 from prefed.round import Block, Server, first_kept, local_update, policy
 from prefed.rules import Field
@@ -43,13 +43,14 @@ def local_train(
     model: nn.Module,
     batches: Iterable[Batch],
     *,
-    loss: Loss = cross_entropy,
+    loss: Loss | None = None,
     samples: int | None = None,
     algorithm: Algorithm | None = None,
 ) -> Message:
     """Train `model` from the message's arrays on the batches, one step each, by the algorithm of
     the server's strategy, and answer with all that it wants to know. The model is changed.
 
+    loss        (output, y) -> one number; None is the one that prefed.simulate has for such y
     samples     the number for the server's weighting; by default all samples in the batches
     algorithm   for one that is not prefed's own, which a server cannot name
     """
@@ -80,7 +81,9 @@ def local_train(
     began = store.read(context.node_id, asked.after, kept_specs) if keeps else None
     kept = {} if began is None else {0: {n: v.to(start.device) for n, v in began.items()}}
 
-    update = local_update(algorithm, server, _Block(flat, steps, loss), kept, len(steps))
+    update = local_update(
+        algorithm, server, _Block(flat, steps, loss or by_targets), kept, len(steps)
+    )
     change = update.values["weights"][0].clone()
     flat.weights.copy_(start).add_(change)
     if keeps:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from prefed.measures import LOSS
 from prefed.results import StoredRun
 from prefed.summary import Group
 
@@ -60,12 +61,18 @@ def charts(groups: list[Group]) -> list[Chart]:
         return Chart(name, title, X[x][0], y_label, curves, **kind)
 
     accuracy = ("test_accuracy", "test accuracy")
+    loss = ("test_loss", "test loss")
+    by_loss = [
+        chart("test-loss-megabytes", "Test loss for upload", *loss, x="megabytes", log=True),
+        chart("test-loss-seconds", "Test loss for time", *loss, x="seconds", log=True),
+    ]
     made = [
         chart("accuracy", "Test accuracy", *accuracy, percent=True),
         chart("loss", "Training loss", "train_loss", "training loss", log=True),
-        chart("test-loss", "Test loss", "test_loss", "test loss", log=True),
+        chart("test-loss", "Test loss", *loss, log=True),
         chart("accuracy-megabytes", "Accuracy for upload", *accuracy, x="megabytes", percent=True),
         chart("accuracy-seconds", "Accuracy for time", *accuracy, x="seconds", percent=True),
+        *(by_loss if groups[0].measure is LOSS else []),
         chart("adaptive-share", "Coordinates with √P > τ", "adaptive_share", "share", percent=True),
         chart("median-step", "Median effective step", "median_step", "lr / (√P + τ)", log=True),
     ]

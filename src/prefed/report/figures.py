@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from prefed.files import write_whole
+from prefed.measures import measure
 from prefed.report.curves import COLOURS, Chart
 from prefed.sweep import Scored
 
@@ -65,7 +66,7 @@ def draw_lines(
 
 
 def draw_heat_map(scored: list[Scored]) -> Figure | None:
-    """Validation accuracy over the first two swept keys (the best over the others), or None."""
+    """What is swept for, over the first two keys (the best over the others), or None."""
     keys = list(scored[0].point)[:2]
     if len(keys) < 2:
         return None
@@ -77,10 +78,15 @@ def draw_heat_map(scored: list[Scored]) -> Figure | None:
         cell = (s.point[keys[0]], s.point[keys[1]])
         best[cell] = max(best.get(cell, -math.inf), s.score)
     figure, axes = _figure()
-    values = [[100 * best.get((column, row), math.nan) for column in columns] for row in rows]
+    by = measure([run for s in scored for run in s.runs])
+    values = [
+        [by.scale * by.sign * best.get((column, row), math.nan) for column in columns]
+        for row in rows
+    ]
     finite = [v for line in values for v in line if math.isfinite(v)]
     shown = [[v if math.isfinite(v) else math.nan for v in line] for line in values]
-    image = axes.imshow(shown, origin="lower", cmap="viridis", aspect="auto",
+    colours = "viridis" if by.sign > 0 else "viridis_r"
+    image = axes.imshow(shown, origin="lower", cmap=colours, aspect="auto",
                         vmin=min(finite, default=0), vmax=max(finite, default=1))  # fmt: skip
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
@@ -88,10 +94,13 @@ def draw_heat_map(scored: list[Scored]) -> Figure | None:
     middle = (min(finite, default=0) + max(finite, default=1)) / 2
     for y, line in enumerate(values):
         for x, value in enumerate(line):
-            text = f"{value:.1f}" if math.isfinite(value) else ("div." if value < 0 else "")
-            colour = "white" if math.isfinite(value) and value < middle else "black"
+            text = "div." if math.isinf(value) else ""
+            if math.isfinite(value):
+                text = by.text(value / by.scale)
+            dark = math.isfinite(value) and by.sign * (value - middle) < 0
+            colour = "white" if dark else "black"
             axes.text(x, y, text, ha="center", va="center", color=colour, fontsize=8)
-    figure.colorbar(image, label="validation accuracy %")
+    figure.colorbar(image, label=f"validation {by.name}{by.unit}")
     return figure
 
 

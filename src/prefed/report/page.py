@@ -23,7 +23,7 @@ from prefed.files import write_whole
 from prefed.report import figures
 from prefed.report.curves import charts
 from prefed.results import StoredRun
-from prefed.summary import HEADINGS, Group, flatten, group
+from prefed.summary import Group, flatten, group, headings
 from prefed.sweep import Scored
 
 
@@ -52,7 +52,8 @@ def write_report(
     page = template("page.html").render(
         title=title,
         version=__version__,
-        headings=[heading.format(target=f"{target:.0%}") for heading in HEADINGS],
+        measure=groups[0].measure.name,
+        headings=headings(groups[0].measure, target),
         rows=[(g.label, g.cells(target)) for g in groups],
         seeds=max(len(g.runs) for g in groups),
         diverged=_diverged(groups),

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from prefed.files import write_whole
+from prefed.measures import ACCURACY, LOSS, Measure, measure
 from prefed.report.curves import COLOURS
 from prefed.report.figures import to_bytes
 from prefed.results import StoredRun
@@ -45,26 +46,16 @@ def write(bench: Bench, name: str) -> str:
     return text
 
 
-def has_accuracy(run: StoredRun) -> bool:
-    return any(record.get("test_accuracy") is not None for record in run.history)
-
-
-def value(run: StoredRun) -> float:
-    """Accuracy in per cent or the loss, over the last tenth of the evaluations."""
-    score = final_score(run.history)
-    return 100 * score if has_accuracy(run) else -score
-
-
-def evaluations(run: StoredRun) -> list[tuple[int, float]]:
+def evaluations(run: StoredRun, by: Measure) -> list[tuple[int, float]]:
     """(round, accuracy in per cent or loss) wherever it was evaluated."""
-    name, scale = ("test_accuracy", 100) if has_accuracy(run) else ("test_loss", 1)
-    return [(r["round"], scale * r[name]) for r in run.history if r.get(name) is not None]
+    found = ((r["round"], r.get(by.key)) for r in run.history)
+    return [(round, by.scale * value) for round, value in found if value is not None]
 
 
-def unrest(run: StoredRun) -> float:
+def unrest(run: StoredRun, by: Measure) -> float:
     """How much the curve jumps: the spread of its evaluations around their own trend, in the
     second half of the run, as the root mean square of second differences over sqrt(6)."""
-    values = [v for _, v in evaluations(run)]
+    values = [v for _, v in evaluations(run, by)]
     values = values[len(values) // 2 :]
     bends = [a - 2 * b + c for a, b, c in zip(values, values[1:], values[2:], strict=False)]
     return math.sqrt(fmean(b * b for b in bends) / 6) if bends else math.nan
@@ -72,6 +63,11 @@ def unrest(run: StoredRun) -> float:
 
 def summarise(runs: Runs, reference: str | None) -> list[Row]:
     """A row for each line with a run that came to its end, the best first."""
+    by = measure([run for by_seed in runs.values() for run in by_seed.values()])
+
+    def value(run: StoredRun) -> float:
+        return by.sign * by.scale * final_score(run)
+
     ended = {label: _ended(by_seed) for label, by_seed in runs.items()}
     base = {s: value(run) for s, run in ended.get(reference or "", {}).items()}
     rows = []
@@ -86,13 +82,13 @@ def summarise(runs: Runs, reference: str | None) -> list[Row]:
             {
                 "label": label,
                 "algorithm": first.config["algorithm"],
-                "measure": "test_accuracy" if has_accuracy(first) else "test_loss",
+                "measure": by.key,
                 "values": values,
                 "mean": fmean(values.values()) if values else None,
                 "interval": (low, high),
                 "difference": fmean(paired) if paired and label != reference else None,
                 "difference_interval": student_interval(paired) if label != reference else None,
-                "unrest": fmean(unrest(run) for run in whole),
+                "unrest": fmean(unrest(run, by) for run in whole),
                 "diverged": len(by_seed) - len(values),
                 "megabytes_up": up / 1e6,
                 "vectors_up": up / first.total("bytes_down_weights"),
@@ -100,8 +96,11 @@ def summarise(runs: Runs, reference: str | None) -> list[Row]:
                 "seconds": fmean(run.total("seconds") for run in by_seed.values()),
             }
         )
-    worst_last = -1 if any(row["measure"] == "test_accuracy" for row in rows) else 1
-    return sorted(rows, key=lambda r: math.inf if r["mean"] is None else worst_last * r["mean"])
+    return sorted(rows, key=lambda r: math.inf if r["mean"] is None else -by.sign * r["mean"])
+
+
+def _is_accuracy(rows: list[Row]) -> bool:
+    return any(row["measure"] == ACCURACY.key for row in rows)
 
 
 def _ended(by_seed: dict[int, StoredRun]) -> dict[int, StoredRun]:
@@ -109,7 +108,7 @@ def _ended(by_seed: dict[int, StoredRun]) -> dict[int, StoredRun]:
 
 
 def table(rows: list[Row], reference: str | None) -> str:
-    accuracy = any(row["measure"] == "test_accuracy" for row in rows)
+    accuracy = _is_accuracy(rows)
     what = "test accuracy %" if accuracy else "test loss"
     head = ["", what, "jumps", "MB up", "up / d", "seeds"]
     if reference:
@@ -148,11 +147,12 @@ def draw(rows: list[Row], shown: Runs) -> Figure:
     """On the left the way there, round by round; on the right the end, against the upload."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     ways, ends = figure.subplots(1, 2)
-    accuracy = any(row["measure"] == "test_accuracy" for row in rows)
+    accuracy = _is_accuracy(rows)
+    by = ACCURACY if accuracy else LOSS
     label = "test accuracy %" if accuracy else "test loss"
     styles = {name: _style(i) for i, name in enumerate(shown)}
     for name, by_seed in shown.items():
-        _curve(ways, list(_ended(by_seed).values()), name, *styles[name][:2])
+        _curve(ways, list(_ended(by_seed).values()), by, name, *styles[name][:2])
     for row in rows:
         if row["mean"] is None:
             continue
@@ -180,10 +180,12 @@ def _style(i: int) -> tuple[str, str, str]:
     return COLOURS[i % 8], ("-", "--", ":")[i // 8 % 3], "os^vDP*X"[i % 8]
 
 
-def _curve(axes: Axes, runs: list[StoredRun], label: str, colour: str, line: str) -> None:
+def _curve(
+    axes: Axes, runs: list[StoredRun], by: Measure, label: str, colour: str, line: str
+) -> None:
     if not runs:
         return
-    found = [evaluations(run) for run in runs]
+    found = [evaluations(run, by) for run in runs]
     rounds = [r for r, _ in min(found, key=len)]
     mean = [fmean(values) for values in zip(*([v for _, v in f] for f in found), strict=False)]
     axes.plot(rounds, mean, line, color=colour, label=label, lw=1.3)

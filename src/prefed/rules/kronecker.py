@@ -115,7 +115,7 @@ class KroneckerCovariance(MatrixCovariance):
 
     @cached_property
     def small(self) -> Small:
-        """All vectors at once: a step on each by itself would cost more in calls than in numbers."""
+        """All vectors at once: steps on each would cost more in calls than in numbers."""
         vectors = [w for w in self.weights if w.right is None]
 
         def numbers(starts: list[int]) -> Tensor:
