@@ -99,7 +99,7 @@ def _load(
             if not (folder / n).is_file():
                 raise PrefedError(str(files.missing(name, n, folder)))
             pieces.append(read(folder / n, label_keys, limits, count if complete else None))
-        x = np.concatenate([x for x, _ in pieces]) if len(pieces) > 1 else pieces[0][0]
+        x = np.concatenate([x for x, _ in pieces]).reshape(-1, 3, 32, 32)  # the only copy
         labels = np.concatenate([y for _, y in pieces]).astype(np.int64)
         return torch.from_numpy(x), torch.from_numpy(labels if len(limits) > 1 else labels[:, 0])
 
@@ -121,7 +121,8 @@ def _locate(name: str, layouts: tuple[Layout, ...], root: Path) -> tuple[Layout,
 def _read_binary(
     path: Path, label_keys: tuple[bytes, ...], limits: tuple[int, ...], count: int | None
 ) -> tuple[Array, Array]:
-    """Records of one label byte (CIFAR-100: coarse and fine) and the pixels, channel by channel."""
+    """Pixels and labels. A record is a label byte (CIFAR-100: coarse and fine) and the pixels,
+    channel by channel."""
     width = len(limits) + PIXELS
     size = path.stat().st_size
     if size % width or size == 0:
@@ -132,7 +133,7 @@ def _read_binary(
     records = np.fromfile(path, np.uint8).reshape(-1, width)
     labels = records[:, : len(limits)].copy()
     _check_labels(path, labels, limits, width)
-    return np.ascontiguousarray(records[:, len(limits) :]).reshape(-1, 3, 32, 32), labels
+    return records[:, len(limits) :], labels
 
 
 def _read_pickled(
@@ -157,7 +158,7 @@ def _read_pickled(
     _check_count(path, size, len(pixels), count)
     labels = np.stack(columns, axis=1)
     _check_labels(path, labels, limits, None)
-    return pixels.reshape(-1, 3, 32, 32).copy(), labels
+    return pixels, labels
 
 
 def _check_count(path: Path, offset: int, found: int, count: int | None) -> None:
