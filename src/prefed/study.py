@@ -84,6 +84,9 @@ class Study(BaseModel):
 
     title: str
     config: str
+    set: list[str] = []
+    """Changes to the config, as `prefed run --set` takes them. An engine named here or in the config
+    makes results the same to the bit wherever the machine is of the same kind; "auto" does not."""
     seeds: PositiveInt = 3
     reference: str | None = None
     curves: list[str] = []
@@ -100,7 +103,7 @@ class Study(BaseModel):
         sizes = {name: len(self.points(name)) for name in self.grid}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"grid: every algorithm should have as many points, not {sizes}")
-        if shared := set(self.tuning.seeds) & set(range(self.seeds)):
+        if shared := {*self.tuning.seeds} & {*range(self.seeds)}:
             raise ValueError(f"tuning.seeds: {shared} are seeds of the comparison")
         if self.reference is not None and self.reference not in self.compared():
             near = did_you_mean(self.reference, self.compared())
@@ -123,7 +126,8 @@ class Study(BaseModel):
 
     def make_config(self, algorithm: str, like: str, options: Point, *changes: str) -> Config:
         """Options given here come before those that the config has tuned for `like`."""
-        whole = load(self.config, [f"algorithm={like}", "device=cpu", *changes]).to_dict()
+        given = [f"algorithm={like}", "device=cpu", *self.set, *changes]
+        whole = load(self.config, given).to_dict()
         whole["algorithm"] = merged(whole["algorithm"], {**options, "name": algorithm})
         return load(whole)
 
@@ -134,13 +138,18 @@ def studies() -> list[str]:
     return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
 
 
-def read(source: str) -> tuple[str, Study]:
-    """A study and its name, from a file or from those that come with prefed."""
-    path = Path(source)
+def find(source: str) -> Path:
+    """The file of a study, given itself or by its name."""
     if source in studies():
-        path = Path(str(files("prefed").joinpath("studies", f"{source}.toml")))
-    elif not path.is_file():
+        return Path(str(files("prefed").joinpath("studies", f"{source}.toml")))
+    if not Path(source).is_file():
         raise PrefedError(f"{source}: no such file or study{did_you_mean(source, studies())}")
+    return Path(source)
+
+
+def read(source: str) -> tuple[str, Study]:
+    """The name of a study, and what it says."""
+    path = find(source)
     try:
         return path.stem, Study.model_validate(read_toml(path))
     except ValidationError as error:

@@ -17,11 +17,13 @@ def add_to(app: typer.Typer) -> None:
 
 
 def ls() -> None:
-    """List presets, algorithms, models, data sets, splits, engines and codecs."""
+    """List presets, studies, algorithms, models, data sets, splits, engines and codecs."""
     from prefed import ALGORITHMS, CODECS, DATASETS, ENGINES, MODELS, SPLITS
     from prefed.config import presets
+    from prefed.study import studies
 
     print("presets:    " + " ".join(presets()))
+    print("studies:    " + " ".join(studies()))
     for title, registry in (
         ("algorithms", ALGORITHMS), ("models", MODELS), ("data sets", DATASETS),
         ("splits", SPLITS), ("engines", ENGINES), ("codecs", CODECS),

@@ -24,6 +24,7 @@ def study(
         float | None, typer.Option(min=0.1, help="stop after so long; the same command goes on")
     ] = None,
     draw: Annotated[bool, typer.Option("--draw", help="only draw what there is")] = False,
+    show: Annotated[bool, typer.Option("--show", help="only print the study")] = False,
     workers: Workers = None,
     quiet: Quiet = False,
 ) -> None:
@@ -37,9 +38,12 @@ def study(
     from prefed.cli.live import LiveRuns
     from prefed.experiments import Planned
     from prefed.report import study as results
-    from prefed.study import Bench, read
+    from prefed.study import Bench, find, read
 
     name, plan = read(study)
+    if show:
+        print(find(study).read_text(), end="")
+        return
     bench = Bench(plan, out)
     over = False
     if not draw:
