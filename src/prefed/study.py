@@ -85,8 +85,8 @@ class Study(BaseModel):
     title: str
     config: str
     set: list[str] = []
-    """Changes to the config, as `prefed run --set` takes them. An engine named here or in the config
-    makes results the same to the bit wherever the machine is of the same kind; "auto" does not."""
+    """Changes to the config, as `prefed run --set` takes them. An engine named here or in the
+    config makes results the same to the bit on machines of one kind; "auto" does not."""
     seeds: PositiveInt = 3
     reference: str | None = None
     curves: list[str] = []

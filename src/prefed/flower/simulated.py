@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,15 +54,29 @@ def main(config: str, nodes: str, job: str) -> None:
     def serve(grid: Grid, context: Context) -> None:
         run(text, grid, json.loads(job))
 
-    run_simulation(
-        server_app=app,
-        client_app=client_app(config),
-        num_supernodes=int(nodes),
-        backend_config={
-            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-            "init_args": {"num_cpus": min(cores, int(nodes)), "include_dashboard": False},
-        },
-    )
+    with tempfile.TemporaryDirectory(prefix="ray-", dir=_short()) as scratch:
+        init = {"num_cpus": min(cores, int(nodes)), "include_dashboard": False}
+        try:
+            run_simulation(
+                server_app=app,
+                client_app=client_app(config),
+                num_supernodes=int(nodes),
+                backend_config={
+                    "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+                    "init_args": {**init, "_temp_dir": scratch},
+                },
+            )
+        except BaseException:  # the ServerApp's thread would go on waiting for nodes
+            traceback.print_exc()
+            shutil.rmtree(scratch, ignore_errors=True)
+            os._exit(1)
+
+
+def _short() -> str | None:
+    """Where Ray's sockets may lie: their paths must not be longer than 107 bytes, of which Ray
+    takes 80. None is the usual place."""
+    usual = tempfile.gettempdir()
+    return "/tmp" if len(usual) > 20 and os.access("/tmp", os.W_OK) else None
 
 
 if __name__ == "__main__":
