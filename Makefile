@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+STUDIES := digits-noniid synthetic upload-digits cifar10-noniid cifar10-iid upload-cifar10 shakespeare autoencoder
 
-.PHONY: help venv demo test check format docs bench bench-peers study-upload faults protections hostile deployments clean
+.PHONY: help venv demo test check format docs bench bench-peers study faults protections hostile deployments clean
 
 help:
 	@echo "make demo    compare seven algorithms on 8x8 digits (about a minute after set-up)"
@@ -18,7 +19,8 @@ help:
 	@echo "make bench   this machine: a PreFed step against torch's Adam, rounds against bare loops,"
 	@echo "             a thousand to a million clients, two ranks against one, codecs"
 	@echo "make bench-peers  prefed against pfl, Flower and fedjax, each in an environment of its own"
-	@echo "make study-upload  accuracy against upload on digits and CIFAR-10 (hours; resumable)"
+	@echo "make study   the results of docs/results.md: half an hour for each study at most, and the"
+	@echo "             same command goes on; make study-NAME runs one of: $(STUDIES)"
 
 venv: $(READY)
 
@@ -57,9 +59,10 @@ bench: venv
 bench-peers: venv
 	$(BIN)/python bench/peers/run.py
 
-study-upload: venv
-	$(BIN)/python scripts/study_upload.py digits --workers 2
-	$(BIN)/python scripts/study_upload.py cifar10 --workers 2
+study: $(STUDIES:%=study-%)
+
+study-%: venv
+	$(BIN)/prefed study $* --out docs/results --minutes 30
 
 faults: venv
 	$(BIN)/python -m tests.faults

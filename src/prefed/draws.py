@@ -74,7 +74,7 @@ def epochs(seed: int, round: int, client: int, samples: int, steps: int, size: i
     no sample is used more than once more often than another."""
     passes = -(-steps * size // samples)
     order = np.broadcast_to(np.arange(samples), (passes, samples))
-    drawn = generator(seed, "epochs", round, client).permuted(order, axis=1)
+    drawn = _brief(seed, "epochs", round, client).permuted(order, axis=1)
     return torch.from_numpy(drawn.reshape(-1)[: steps * size].reshape(steps, size))
 
 
