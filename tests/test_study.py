@@ -195,6 +195,11 @@ def test_merged_leaves_its_arguments_alone() -> None:
 def test_a_cosine_falls_over_the_rounds_of_the_run() -> None:
     rates = ['algorithm.client_lr={schedule = "cosine", start = 1.0}', "rounds=7"]
     assert load("digits-iid", rates).algorithm.options["client_lr"]["rounds"] == 7
+    begun = load("cifar10-small", ["algorithm=fedavg", "client_lr.start=0.5", "rounds=9"])
+    expected = {"schedule": "cosine", "start": 0.5, "rounds": 9}
+    assert begun.algorithm.options["client_lr"] == expected
+    with pytest.raises(PrefedError, match="client_lr is not a table"):
+        load("digits-iid", ["client_lr.start=0.5"])
     given = ['algorithm.client_lr={schedule = "cosine", start = 1.0, rounds = 3}', "rounds=7"]
     assert load("digits-iid", given).algorithm.options["client_lr"]["rounds"] == 3
 

@@ -171,14 +171,14 @@ def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
         raise PrefedError("tuned: should hold tables, one for each algorithm")
     if isinstance(algorithm, dict) and isinstance(algorithm.get("name"), str):
         table["algorithm"] = {**tuned.get(algorithm["name"], {}), **algorithm}
-        _fill_schedules(table)
     known = _algorithm_options(table)
     for key, value in filter(None, bare):
-        if key in known:
-            table["algorithm"][key] = value
-        else:
+        path = key.split(".")
+        if path[0] not in known:
             names = {*Config.model_fields, *known}
-            raise PrefedError(f"{key}: unknown option{did_you_mean(key, names)}")
+            raise PrefedError(f"{key}: unknown option{did_you_mean(path[0], names)}")
+        _set(table["algorithm"], path, value, key)
+    _fill_schedules(table)
     errors: list[str] = []
     config = None
     try:
@@ -193,9 +193,12 @@ def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
 
 def _fill_schedules(table: dict[str, Any]) -> None:
     """A cosine that does not say over how many rounds it falls does so over the run's."""
-    for name, value in table["algorithm"].items():
+    algorithm = table.get("algorithm")
+    if not isinstance(algorithm, dict):
+        return
+    for name, value in algorithm.items():
         if isinstance(value, dict) and value.get("schedule") == "cosine" and "rounds" in table:
-            table["algorithm"][name] = {"rounds": table["rounds"], **value}
+            algorithm[name] = {"rounds": table["rounds"], **value}
 
 
 def algorithms_of(source: str) -> list[str]:
@@ -207,8 +210,8 @@ def algorithms_of(source: str) -> list[str]:
 
 
 def _change(table: dict[str, Any], change: str) -> tuple[str, Any] | None:
-    """Carry out "a.b=value" on the table. A bare key that is no setting is handed back: it may
-    be an option of the algorithm, which is not known before all changes are made."""
+    """Carry out "a.b=value" on the table. A key that does not begin with a setting is handed back:
+    it may be an option of the algorithm, which is not known before all changes are made."""
     key, separator, text = change.partition("=")
     key = key.strip()
     if not separator or not key:
@@ -217,22 +220,26 @@ def _change(table: dict[str, Any], change: str) -> tuple[str, Any] | None:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         value = text.strip()
-    *path, last = key.split(".")
-    if not path and last not in Config.model_fields:
-        return last, value
+    path = key.split(".")
+    if path[0] not in Config.model_fields:
+        return key, value
     if isinstance(value, str) and key in ("algorithm", "model", "data", "data.split"):
         value = {"name": value}
         if key == "data":
             value = {**table.get("data", {}), **value}
-    for part in path:
+    _set(table, path, value, change)
+    return None
+
+
+def _set(table: dict[str, Any], path: list[str], value: Any, change: str) -> None:
+    for part in path[:-1]:
         inner = table.setdefault(part, {})
         if isinstance(inner, str):
             inner = table[part] = {"name": inner}
         if not isinstance(inner, dict):
             raise PrefedError(f"--set {change}: {part} is not a table")
         table = inner
-    table[last] = value
-    return None
+    table[path[-1]] = value
 
 
 def _algorithm_options(table: dict[str, Any]) -> set[str]:
