@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import threading
 import time
 import tomllib
 from functools import partial
@@ -43,6 +45,8 @@ from prefed.round import Server, traffic
 from prefed.runs import execute
 from prefed.simulation import Callback, Record, Simulation, Trained
 
+GRACE = 10.0
+"""Seconds to save and end in, after the process that started this one is gone."""
 END = ".end.json"
 """How a run ended that did not get to its last round, for whoever started it."""
 
@@ -197,9 +201,24 @@ def server_app(config: str | Path, *, own_data: bool = False) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
+        _end_with_parent()
         run(text, grid, dict(context.run_config), own_data)
 
     return app
+
+
+def _end_with_parent() -> None:
+    """Flower interrupts a ServerApp once when the process is gone that started it. If that hits it
+    while it looks for the SuperLink, which is gone too, it would do so for ever."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        time.sleep(GRACE)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def run(text: str, grid: Grid, run_config: dict[str, Any], own_data: bool = False) -> None:
