@@ -8,6 +8,7 @@ moment, may lead to another choice: then results agree to rounding, as those of 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,9 +27,13 @@ log = logging.getLogger("prefed")
 
 SHORT = 10_000_000
 """Runs that change fewer weights than this in all are over before a measurement would be."""
-STEPS, PASSES, MOST_PASSES, SECONDS = 2, 2, 8, 2.0
-"""Each candidate is timed for so many steps, at least twice, and up to eight times while that takes
-less than two seconds in all."""
+BLOCKS, STEPS = 2, 3
+"""Each worker of a candidate is timed on so many blocks, each for so many steps."""
+PASSES, MOST_PASSES, SECONDS = 2, 12, 3.0
+"""At least twice, and up to twelve times while that takes less than three seconds in all."""
+HOPELESS = 1.5
+"""A candidate so many times slower than the best is not measured again: the time is for those
+that are close."""
 MARGIN = 0.95
 """A candidate must beat the best of those before it by this factor."""
 
@@ -70,19 +75,26 @@ def choose(
     steps = min(STEPS, settings.local_steps)
     brief = settings.model_copy(update={"local_steps": steps})
     pools = {choice: Pool(choice.engine, choice.workers, task, data, brief) for choice in found}
-    times: dict[Choice, float] = {}
-    began = time.perf_counter()
-    for done in range(1 + MOST_PASSES):  # the first fills caches and makes room
-        if done > PASSES and time.perf_counter() - began > SECONDS:
+
+    def measure(choice: Choice) -> float:
+        pool = pools[choice]
+        blocks = pool.blocks(algorithm, cohort)[: BLOCKS * choice.workers]
+        start = time.perf_counter()
+        for _ in pool.updates(algorithm, server, blocks, kept):
+            pass
+        clients = sum(len(clients) for _, clients in blocks)
+        return (time.perf_counter() - start) / (clients * steps)
+
+    for choice in found:  # fills caches and makes room
+        measure(choice)
+    times = dict.fromkeys(found, math.inf)
+    close, began = found, time.perf_counter()
+    for done in range(MOST_PASSES):
+        if len(close) == 1 or (done >= PASSES and time.perf_counter() - began > SECONDS):
             break
-        for choice, pool in pools.items():  # in turn: a busy moment hits all of them
-            blocks = pool.blocks(algorithm, cohort)[: choice.workers]
-            clients = sum(len(clients) for _, clients in blocks)
-            start = time.perf_counter()
-            for _ in pool.updates(algorithm, server, blocks, kept):
-                pass
-            seconds = (time.perf_counter() - start) / (clients * steps)
-            times[choice] = min(times.get(choice, seconds), seconds)
+        for choice in close:  # in turn: a busy moment hits all of them
+            times[choice] = min(times[choice], measure(choice))
+        close = [c for c in close if times[c] < HOPELESS * min(times.values())]
     best = found[0]
     for choice in found[1:]:
         if times[choice] < MARGIN * times[best]:
