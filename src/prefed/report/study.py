@@ -88,7 +88,7 @@ def summarise(runs: Runs, reference: str | None) -> list[Row]:
                 "interval": (low, high),
                 "difference": fmean(paired) if paired and label != reference else None,
                 "difference_interval": student_interval(paired) if label != reference else None,
-                "unrest": fmean(unrest(run, by) for run in whole),
+                "jumps": {run.seed: unrest(run, by) for run in whole},
                 "diverged": len(by_seed) - len(values),
                 "megabytes_up": up / 1e6,
                 "vectors_up": up / first.total("bytes_down_weights"),
@@ -123,9 +123,9 @@ def table(rows: list[Row], reference: str | None) -> str:
         seeds = str(len(row["values"]))
         if row["diverged"]:
             seeds += f", {row['diverged']} diverged"
-        unrest = row["unrest"]
+        jumps = fmean(row["jumps"].values())
         cells += [
-            f"{unrest:.{digits}f}" if math.isfinite(unrest) else "",
+            f"{jumps:.{digits}f}" if math.isfinite(jumps) else "",
             f"{row['megabytes_up']:.1f}",
             f"{row['vectors_up']:.3g}",
             seeds,
