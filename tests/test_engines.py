@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 import prefed
 from prefed.dropout import KeyedDropout, dropout, keys
@@ -208,6 +209,55 @@ def test_batched_products_equal_vmap() -> None:
         outcomes.append((found, *torch.autograd.grad(found.sum(), list(weights.values()))))
     for a, b in zip(*outcomes, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)],
+        [nn.Flatten(), nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 3), nn.Linear(3, 4)],
+        [nn.Linear(6, 7), nn.Sigmoid(), nn.Identity(), nn.Linear(7, 7), nn.Tanh(), nn.ReLU(),
+         nn.Sequential(nn.Linear(7, 4, bias=False))],
+        [nn.Linear(6, 4)],
+    ],
+)  # fmt: skip
+def test_gradients_by_hand_equal_autograd(layers: list[nn.Module]) -> None:
+    model = nn.Sequential(*layers).double()
+    differentiate = batched.plan_gradient(model)
+    assert differentiate is not None
+    x = torch.randn(3, 8, 6, dtype=torch.float64)
+    if isinstance(layers[0], nn.Flatten):
+        x = x.view(3, 8, 2, 3)
+    y = torch.randint(4, (3, 8))
+    rows = torch.randn(3, 500, dtype=torch.float64)  # room inside wider rows, as in the engine
+    names = {n: (p.shape, p.numel()) for n, p in model.named_parameters()}
+    weights, room, at = {}, {}, 7
+    for name, (shape, count) in names.items():
+        weights[name] = torch.randn(3, *shape, dtype=torch.float64)
+        room[name] = rows[:, at : at + count].view(3, *shape)
+        at += count
+    losses = differentiate(weights, room, x, y)
+    before = rows[:, :7].clone()
+    for client in range(3):
+        own = {n: w[client].requires_grad_() for n, w in weights.items()}
+        loss = cross_entropy(torch.func.functional_call(model, own, (x[client],)), y[client])
+        torch.testing.assert_close(losses[client], loss.detach(), rtol=1e-12, atol=1e-12)
+        for name, gradient in zip(own, torch.autograd.grad(loss, list(own.values())), strict=True):
+            torch.testing.assert_close(room[name][client], gradient, rtol=1e-12, atol=1e-12)
+    assert torch.equal(rows[:, :7], before)
+
+
+def test_gradients_by_hand_are_for_what_they_know() -> None:
+    for layers in (
+        [nn.Linear(6, 4), nn.ReLU()],
+        [nn.ReLU(), nn.Linear(6, 4)],
+        [nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 4)],
+        [nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 4)],
+        [nn.Linear(6, 5), nn.Flatten(), nn.Linear(5, 4)],
+        [nn.Conv1d(1, 1, 1), nn.Linear(5, 4)],
+        [],
+    ):
+        assert batched.plan_gradient(nn.Sequential(*layers)) is None
 
 
 def test_models_the_fast_path_does_not_know() -> None:

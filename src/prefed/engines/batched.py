@@ -50,6 +50,64 @@ def plan(module: nn.Module) -> Forward | None:
     return forward
 
 
+Differentiate = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor, Tensor], Tensor]
+"""(parameters, room for their gradients, x, labels (C, B)) -> losses (C)"""
+
+OUTPUT_TELLS: dict[type[nn.Module], tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    nn.ReLU: (torch.relu_, lambda d, out: torch.ops.aten.threshold_backward(d, out, 0)),
+    nn.Tanh: (torch.tanh_, torch.ops.aten.tanh_backward),
+    nn.Sigmoid: (torch.sigmoid_, torch.ops.aten.sigmoid_backward),
+}
+"""Activations whose derivative follows from their output: in place, and back."""
+
+
+def plan_gradient(module: nn.Module) -> Differentiate | None:
+    """Forward and back by hand, for a classifier that is a chain of linear layers with such
+    activations between them: gradients go straight to where they belong, and no graph is kept.
+    A third faster than autograd for small layers."""
+    layers = [pair for pair in _chain(module, "") if type(pair[1]) is not nn.Identity]
+    while layers and type(layers[0][1]) is nn.Flatten:
+        layers = layers[1:]
+    ends = [type(layer) for _, layer in (layers[:1] + layers[-1:])]
+    if plan(module) is None or ends != [nn.Linear, nn.Linear]:
+        return None
+    if any(type(layer) not in (nn.Linear, *OUTPUT_TELLS) for _, layer in layers):
+        return None
+
+    @torch.no_grad()
+    def differentiate(
+        parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], x: Tensor, y: Tensor
+    ) -> Tensor:
+        value, seen = x.flatten(2).mT, []  # (C, numbers, B) all the way
+        for prefix, layer in layers:
+            if isinstance(layer, nn.Linear):
+                seen.append(value)
+                weight, bias = parameters[prefix + "weight"], parameters.get(prefix + "bias")
+                if bias is None:
+                    value = torch.bmm(weight, value)
+                else:
+                    value = torch.baddbmm(bias.unsqueeze(-1), weight, value)
+            else:
+                value = OUTPUT_TELLS[type(layer)][0](value)
+                seen.append(value)
+        log_p, y = value.log_softmax(1), y.unsqueeze(1)
+        losses = log_p.gather(1, y).squeeze(1).mean(1).neg_()
+        d = log_p.exp_().scatter_add_(1, y, value.new_tensor(-1.0).expand_as(y))
+        d = d.div_(y.shape[-1])
+        for place in reversed(range(len(layers))):
+            prefix, layer = layers[place]
+            if isinstance(layer, nn.Linear):
+                torch.bmm(d, seen[place].mT, out=gradients[prefix + "weight"])
+                if layer.bias is not None:
+                    torch.sum(d, 2, out=gradients[prefix + "bias"])
+                d = torch.bmm(parameters[prefix + "weight"].mT, d) if place else d
+            else:
+                d = OUTPUT_TELLS[type(layer)][1](d, seen[place])
+        return losses
+
+    return differentiate
+
+
 def _chain(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     """The layers of nested Sequentials in order, with the prefix of their parameters' names."""
     if type(module) is not nn.Sequential or _hooked(module):

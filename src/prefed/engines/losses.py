@@ -30,6 +30,16 @@ def losses_of(task: Task) -> Losses:
     return lambda weights, buffers, x, y, keys: loss(forward(weights, prepare(x), keys), y)
 
 
+def gradients_of(task: Task) -> batched.Differentiate | None:
+    """Losses and gradients without autograd, for the models and the loss that have such a way."""
+    if task.loss not in (cross_entropy, by_targets):
+        return None
+    if (differentiate := batched.plan_gradient(task.flat.module)) is None:
+        return None
+    prepare = vmap(task.transform) if task.transform else (lambda x: x)
+    return lambda weights, room, x, y: differentiate(weights, room, prepare(x), y)
+
+
 def by_vmap(task: Task) -> Losses:
     drops = task.randomness == "dropout"
 
