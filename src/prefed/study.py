@@ -36,7 +36,7 @@ from importlib.resources import files
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
@@ -91,6 +91,8 @@ class Study(BaseModel):
     reference: str | None = None
     curves: list[str] = []
     """The labels that are drawn round by round; all that are tuned unless given."""
+    ends: Literal["lines", "upload"] = "lines"
+    """What the ends of runs are drawn against."""
     tuning: Tuning = Tuning()
     grid: dict[str, dict[str, list[Any]]] = {}
     """The options to try for each algorithm; without any, the tuned ones of the config are taken

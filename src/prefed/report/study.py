@@ -41,7 +41,8 @@ def write(bench: Bench, name: str) -> str:
     write_whole(bench.out / f"{name}.md", text + "\n")
     shown = bench.study.curves or list(bench.study.compared())[: len(bench.study.grid) or 8]
     if rows:
-        picture = draw(rows, {label: runs[label] for label in shown if label in runs})
+        chosen = {label: runs[label] for label in shown if label in runs}
+        picture = draw(rows, chosen, against_upload=bench.study.ends == "upload")
         write_whole(bench.out / f"{name}.png", to_bytes(picture, "png"))
     return text
 
@@ -143,8 +144,8 @@ def _with_interval(mean: float | None, interval: Sequence[float] | None, form: s
     return text
 
 
-def draw(rows: list[Row], shown: Runs) -> Figure:
-    """On the left the way there, round by round; on the right the end, against the upload."""
+def draw(rows: list[Row], shown: Runs, against_upload: bool) -> Figure:
+    """On the left the way there, round by round; on the right the end."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     ways, ends = figure.subplots(1, 2)
     accuracy = _is_accuracy(rows)
@@ -153,26 +154,50 @@ def draw(rows: list[Row], shown: Runs) -> Figure:
     styles = {name: _style(i) for i, name in enumerate(shown)}
     for name, by_seed in shown.items():
         _curve(ways, list(_ended(by_seed).values()), by, name, *styles[name][:2])
-    for row in rows:
-        if row["mean"] is None:
-            continue
-        colour, _, marker = styles.get(row["label"], ("#7f7f7f", "-", "."))
-        low, high = row["interval"]
-        bar = None if not math.isfinite(low) else [[row["mean"] - low], [high - row["mean"]]]
-        ends.errorbar(row["megabytes_up"], row["mean"], bar, fmt=marker, color=colour, ms=6, lw=0.8)
     ways.set(xlabel="round", ylabel=label, title="mean over seeds")
-    ends.set(xlabel="megabytes uploaded", xscale="log", title="at the end, 95 % intervals")
-    ends.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ends.xaxis.set_major_formatter("{x:g}")
-    ends.xaxis.set_minor_formatter(NullFormatter())
-    _limits(ends, [row["mean"] for row in rows if row["mean"] is not None], accuracy)
     if not accuracy:
         ways.set_yscale("log")
+    (_against_upload if against_upload else _line_by_line)(
+        ends, [row for row in rows if row["mean"] is not None], styles
+    )
+    ends.set(title="at the end, 95 % intervals")
+    (ends.set_ylabel if against_upload else ends.set_xlabel)(label)
     for axes in (ways, ends):
         axes.grid(alpha=0.25, lw=0.5)
         axes.tick_params(labelsize=8)
     ways.legend(frameon=False, fontsize=7, ncols=2)
     return figure
+
+
+Styles = dict[str, tuple[str, str, str]]
+PLAIN = ("#7f7f7f", "-", ".")
+
+
+def _line_by_line(axes: Axes, rows: list[Row], styles: Styles) -> None:
+    """A row for each line of the table, the best on top."""
+    for place, row in enumerate(reversed(rows)):
+        colour, _, marker = styles.get(row["label"], PLAIN)
+        axes.errorbar(row["mean"], place, xerr=_bar(row), fmt=marker, color=colour, ms=6, lw=1)
+    axes.set_yticks(range(len(rows)), [row["label"] for row in reversed(rows)])
+    low, high = _limits(rows)
+    axes.set_xlim(low, high)
+
+
+def _against_upload(axes: Axes, rows: list[Row], styles: Styles) -> None:
+    for row in rows:
+        colour, _, marker = styles.get(row["label"], PLAIN)
+        axes.errorbar(row["megabytes_up"], row["mean"], _bar(row), fmt=marker, color=colour, ms=6,
+                      lw=0.8)  # fmt: skip
+    axes.set(xlabel="megabytes uploaded", xscale="log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylim(*_limits(rows))
+
+
+def _bar(row: Row) -> list[list[float]] | None:
+    low, high = row["interval"]
+    return None if not math.isfinite(low) else [[row["mean"] - low], [high - row["mean"]]]
 
 
 def _style(i: int) -> tuple[str, str, str]:
@@ -191,15 +216,13 @@ def _curve(
     axes.plot(rounds, mean, line, color=colour, label=label, lw=1.3)
 
 
-def _limits(axes: Axes, values: list[float], accuracy: bool) -> None:
+def _limits(rows: list[Row]) -> tuple[float, float]:
     """Show what differs: a line that failed must not squeeze the others into one."""
-    if not values:
-        return
-    ordered = sorted(values, reverse=accuracy)
-    best, middle = ordered[0], ordered[len(ordered) // 2]
+    values = [row["mean"] for row in rows]  # the best first
+    best, middle = values[0], values[len(values) // 2]
     room = max(3 * abs(best - middle), 0.02 * abs(best))
-    low, high = (best - room, best + room / 3) if accuracy else (best - room / 3, best + room)
-    axes.set_ylim(low, high)
+    up = _is_accuracy(rows)
+    return (best - room, best + room / 2) if up else (best - room / 2, best + room)
 
 
 def _finite(value: Any) -> Any:
