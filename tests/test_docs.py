@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 SHORT = ["--set", "rounds=1", "--set", "local_steps=1"]
 SMALL = ["--set", "rounds=3", "--set", "local_steps=2", "--set", "model.hidden=[4]"]
 PAGES = ["README.md", "docs/tour.md", "docs/own-algorithm.md", "docs/experiments.md"]
-PAGES += ["docs/upload.md", "docs/theory.md", "docs/data.md"]
+PAGES += ["docs/upload.md", "docs/theory.md", "docs/data.md", "docs/results.md"]
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -43,6 +43,7 @@ def test_commands(page: str, tmp_path: Path) -> None:
         if words and words[0] == "prefed":
             shorter = SHORT if words[1] in ("run", "compare", "sweep") else []
             shorter = SMALL if words[1] == "theory" else shorter
+            shorter = ["--minutes", "0.1"] if "--minutes" in words else shorter
             done = prefed_command(*words[1:], *shorter, cwd=tmp_path)
             assert done.returncode == 0, f"{line}\n{done.stderr}"
         else:
