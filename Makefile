@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+SEVEN := fedavg,fedadagrad,fedadam,fedyogi,adaalter,prefed,prefedopt
 STUDIES := digits-noniid synthetic upload-digits cifar10-noniid cifar10-iid upload-cifar10 shakespeare autoencoder
 
 .PHONY: help venv demo test check format docs bench bench-peers study faults protections hostile deployments clean
@@ -31,7 +32,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 demo: venv
-	$(BIN)/prefed compare digits-noniid --seeds 3
+	$(BIN)/prefed compare digits-noniid --algorithms $(SEVEN) --seeds 3
 
 test: venv
 	$(BIN)/python -m pytest -n 2
