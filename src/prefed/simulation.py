@@ -353,8 +353,7 @@ def simulate(
     clients_per_round  drawn anew in each round; None is everyone
     batch_size         drawn from a client's samples in each step; None is all of them
     batches            drawn with "replacement", or shuffled "epochs"
-    loss               (output, y) -> one number; None is cross-entropy if y are labels, and squared
-                       error if they are floating, or uint8: pixels, as value / 255
+    loss               (output, y) -> one number; None: cross-entropy for labels, else squared error
     weighting          of clients in the mean: "uniform", or by their number of "samples"
     dropout            the chance of each client of a cohort never to answer
     quorum             a round with fewer answers leaves the model as it was
