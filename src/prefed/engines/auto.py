@@ -29,8 +29,11 @@ SHORT = 10_000_000
 """Runs that change fewer weights than this in all are over before a measurement would be."""
 BLOCKS, STEPS = 2, 3
 """Each worker of a candidate is timed on so many blocks, each for so many steps."""
-PASSES, MOST_PASSES, SECONDS = 2, 12, 3.0
-"""At least twice, and up to twelve times while that takes less than three seconds in all."""
+BRIEF = 0.25
+"""Seconds of a round that is timed with all its steps: where clients are small, what is done once
+a round decides."""
+PASSES, MOST_PASSES, SECONDS = 2, 8, 3.0
+"""At least twice, and up to eight times while that takes less than three seconds in all."""
 HOPELESS = 1.5
 """A candidate so many times slower than the best is not measured again: the time is for those
 that are close."""
@@ -72,9 +75,10 @@ def choose(
     found = candidates(task, data, settings, algorithm, len(cohort))
     if len(found) == 1:
         return found[0]
-    steps = min(STEPS, settings.local_steps)
-    brief = settings.model_copy(update={"local_steps": steps})
-    pools = {choice: Pool(choice.engine, choice.workers, task, data, brief) for choice in found}
+
+    def prepare(steps: int) -> dict[Choice, Pool]:
+        brief = settings.model_copy(update={"local_steps": steps})
+        return {choice: Pool(choice.engine, choice.workers, task, data, brief) for choice in found}
 
     def measure(choice: Choice) -> float:
         pool = pools[choice]
@@ -85,8 +89,12 @@ def choose(
         clients = sum(len(clients) for _, clients in blocks)
         return (time.perf_counter() - start) / (clients * steps)
 
-    for choice in found:  # fills caches and makes room
-        measure(choice)
+    steps = min(STEPS, settings.local_steps)
+    pools = prepare(steps)
+    quickest = min(measure(choice) for choice in found)  # also fills caches and makes room
+    if quickest * settings.local_steps * len(cohort) < BRIEF:
+        steps = settings.local_steps
+        pools = prepare(steps)
     times = dict.fromkeys(found, math.inf)
     close, began = found, time.perf_counter()
     for done in range(MOST_PASSES):
