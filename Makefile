@@ -13,7 +13,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make check   ruff, mypy --strict, and known holes in dependencies"
 	@echo "make docs    the documentation site, into build/docs"
-	@echo "make faults  kill, damage, fill, stop and fuzz: one table of what was lost (long)"
+	@echo "make faults  kill, damage, fill, stop and fuzz: one table of what was lost (half an hour)"
 	@echo "make protections  take each protection out and see the fault suite notice"
 	@echo "make hostile 2,000 hostile updates on each algorithm"
 	@echo "make deployments  Flower: nodes and SuperLinks that are killed, strangers, a stock app"

@@ -167,8 +167,8 @@ def test_random_and_optuna_sweeps(tmp_path: Path) -> None:
 
 def test_a_best_point_on_the_edge_is_reported() -> None:
     space = Space({"client_lr": ["1", "0.1", "0.01"], "model": ["mlp", "cnn"]}, {})
-    assert on_edge(space, {"client_lr": "0.01", "model": "mlp"}) == ["client_lr"]
-    assert on_edge(space, {"client_lr": "0.1", "model": "mlp"}) == []
+    assert on_edge(space.lists, {"client_lr": "0.01", "model": "mlp"}) == ["client_lr"]
+    assert on_edge(space.lists, {"client_lr": "0.1", "model": "mlp"}) == []
     assert Scored({}, []).point == {}
 
 

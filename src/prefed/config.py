@@ -177,7 +177,7 @@ def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
         if path[0] not in known:
             names = {*Config.model_fields, *known}
             raise PrefedError(f"{key}: unknown option{did_you_mean(path[0], names)}")
-        _set(table["algorithm"], path, value, key)
+        assign(table["algorithm"], path, value, key)
     _fill_schedules(table)
     errors: list[str] = []
     config = None
@@ -227,17 +227,18 @@ def _change(table: dict[str, Any], change: str) -> tuple[str, Any] | None:
         value = {"name": value}
         if key == "data":
             value = {**table.get("data", {}), **value}
-    _set(table, path, value, change)
+    assign(table, path, value, change)
     return None
 
 
-def _set(table: dict[str, Any], path: list[str], value: Any, change: str) -> None:
+def assign(table: dict[str, Any], path: list[str], value: Any, change: str) -> None:
+    """Set the value at the path, making tables on the way; `change` is what an error names."""
     for part in path[:-1]:
         inner = table.setdefault(part, {})
         if isinstance(inner, str):
             inner = table[part] = {"name": inner}
         if not isinstance(inner, dict):
-            raise PrefedError(f"--set {change}: {part} is not a table")
+            raise PrefedError(f"{change}: {part} is not a table")
         table = inner
     table[path[-1]] = value
 

@@ -42,14 +42,14 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from prefed.algorithms import ALGORITHMS
-from prefed.config import Config, load, read_toml
+from prefed.config import Config, assign, load, read_toml
 from prefed.config import read as read_config
 from prefed.errors import PrefedError, RunFailed, did_you_mean, explain
 from prefed.experiments import OnEvent, Planned, run_all
 from prefed.files import read_whole, write_whole
 from prefed.jobs import Job, run_jobs
 from prefed.results import StoredRun
-from prefed.sweep import final_score
+from prefed.sweep import final_score, on_edge
 
 Point = dict[str, Any]
 """Options of an algorithm; a dot goes into a table, as in "client_lr.start"."""
@@ -222,13 +222,7 @@ class Bench:
         return found
 
     def on_edge(self, name: str, point: Point) -> list[str]:
-        """The options whose best value is the smallest or largest number tried, of at least two."""
-        edges = []
-        for option, values in self.study.grid[name].items():
-            numbers = [v for v in values if isinstance(v, int | float)]
-            if len(numbers) > 1 and point[option] in (min(numbers), max(numbers)):
-                edges.append(option)
-        return edges
+        return on_edge(self.study.grid[name], point)
 
     def _score(self, name: str, point: Point) -> float | None:
         keys = [key(name, point, seed) for seed in self.study.tuning.seeds]
@@ -331,13 +325,7 @@ def merged(table: Point, point: Point) -> Point:
     """The table with the options of a point set."""
     result = copy.deepcopy(table)
     for path, value in point.items():
-        *tables, last = path.split(".")
-        inner = result
-        for part in tables:
-            inner = inner.setdefault(part, {})
-            if not isinstance(inner, dict):
-                raise PrefedError(f"grid: {path}: the config has no table {part}")
-        inner[last] = value
+        assign(result, path.split("."), value, path)
     return result
 
 

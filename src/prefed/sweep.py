@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -175,13 +175,13 @@ def _plan(
     ]
 
 
-def on_edge(space: Space, best: Point) -> list[str]:
+def on_edge(lists: Mapping[str, Sequence[Any]], best: Mapping[str, Any]) -> list[str]:
     """The keys whose best value is the smallest or largest that was tried, of at least three."""
     edges = []
-    for key, texts in space.lists.items():
+    for key, tried in lists.items():
         try:
-            values = sorted(float(text) for text in texts)
-        except ValueError:
+            values = sorted(float(value) for value in tried)
+        except (TypeError, ValueError):
             continue
         if len(values) > 2 and float(best[key]) in (values[0], values[-1]):
             edges.append(key)

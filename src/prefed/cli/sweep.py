@@ -76,7 +76,7 @@ def sweep(
     print(f"best on the validation split: {chosen}")
     value = "-" if mean is None else by.text(mean) + by.unit
     print(f"its {by.name} on the test set: {value}")
-    for key in on_edge(space, best.point):
+    for key in on_edge(space.lists, best.point):
         print(f"{key}={best.point[key]} lies on the edge of the grid: try values beyond it")
     print(f"report: {folder / 'report.html'}")
 
