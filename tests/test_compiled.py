@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import prefed
 from prefed.engines.compiled import cut, join
@@ -23,20 +24,35 @@ pytestmark = [
 
 @pytest.mark.parametrize("name", ["fedavg", "prefedsync"])
 def test_compiled_equals_sequential_in_float64(name: str) -> None:
+    counters.clear()
     same(run(name, chain(), "sequential"), run(name, chain(), "compiled"), 1e-9)
+    assert not counters["graph_break"]
 
 
-def test_compiled_with_convolutions_threads_schedule_and_clipping() -> None:
-    rate = prefed.schedule.step(0.05, decay=0.5, every=2)
-    algorithm = prefed.PreFed(client_lr=rate, momentum="keep", clip_norm=0.5, weight_decay=0.01)
+def test_compiled_with_convolutions_threads_and_clipping() -> None:
+    algorithm = prefed.PreFed(client_lr=0.05, momentum="keep", clip_norm=0.5, weight_decay=0.01)
     results = [
         prefed.simulate(
-            algorithm, Net().double(), prefed.FederatedData(DATA, test=DATA[0]), rounds=6,
-            local_steps=3, batch_size=4, engine=engine, workers=workers, device="cpu",
+            algorithm, Net().double(), prefed.FederatedData(DATA, test=DATA[0]), rounds=4,
+            local_steps=2, batch_size=4, engine=engine, workers=workers, device="cpu",
         )
         for engine, workers in [("sequential", 1), ("compiled", 2)]
     ]  # fmt: skip
     same(results[0], results[1], 1e-9)
+
+
+def test_a_schedule_is_not_compiled_and_a_line_says_so() -> None:
+    algorithm = prefed.FedAvg(client_lr=prefed.schedule.cosine(0.05, rounds=3))
+
+    def result(engine: str) -> prefed.Result:
+        data = prefed.FederatedData(DATA, test=DATA[0])
+        return prefed.simulate(
+            algorithm, Net().double(), data, rounds=3, local_steps=2, batch_size=4, engine=engine
+        )
+
+    with pytest.warns(prefed.EngineWarning, match="with a schedule for client_lr"):
+        found = result("compiled")
+    same(result("vectorised"), found, 0.0)
 
 
 def test_what_is_not_compiled_runs_as_vectorised() -> None:

@@ -106,7 +106,7 @@ def compare(name: str, options: dict[str, Any], weighting: str, batch: int | Non
     def batches(round: int, client: int) -> Any:
         samples = len(clients[client][0])
         assert batch is not None
-        return draws.batches(3, round, client, samples, STEPS, batch).numpy()
+        return draws.batches(3, round, client, samples, STEPS * batch).reshape(STEPS, batch)
 
     start = simulation.server.weights.numpy().copy()
     records = [simulation.run_round() for _ in range(ROUNDS)]

@@ -3,6 +3,9 @@ same in all of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,11 +16,17 @@ from prefed.settings import Settings
 DRAWS = {"replacement": draws.batches, "epochs": draws.epochs}
 
 
-def sample_numbers(settings: Settings, round: int, client: int, samples: int) -> Tensor:
-    """Which samples each local step uses (steps, size). Not for the full batch."""
+def sample_numbers(
+    settings: Settings, round: int, clients: Sequence[int], sizes: Sequence[int]
+) -> Tensor:
+    """Which samples these clients use, one local step's after another (C, steps x batch size), if
+    they have so many. Not for the full batch."""
     assert settings.batch_size is not None
-    draw = DRAWS[settings.batches]
-    return draw(settings.seed, round, client, samples, settings.local_steps, settings.batch_size)
+    draw, count = DRAWS[settings.batches], settings.local_steps * settings.batch_size
+    drawn = np.empty((len(clients), count), np.int64)
+    for row, client, samples in zip(drawn, clients, sizes, strict=True):
+        row[:] = draw(settings.seed, round, client, samples, count)
+    return torch.from_numpy(drawn)
 
 
 def augmented(
@@ -43,8 +52,9 @@ class Batches:
         if settings.batch_size is None:
             self.x, self.y = samples.all()
         else:
-            index = sample_numbers(settings, round, client, len(samples))
-            self.x, self.y = samples.take(index.view(-1))
+            self.x, self.y = samples.take(
+                sample_numbers(settings, round, [client], [len(samples)])[0]
+            )
         if device is not None:
             self.x, self.y = self.x.to(device), self.y.to(device)
 

@@ -11,10 +11,13 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def generator(
@@ -62,20 +65,18 @@ def answering(seed: int, round: int, cohort: list[int], dropout: float) -> list[
     return [c for c in cohort if generator(seed, "answer", round, c).random() >= dropout]
 
 
-def batches(seed: int, round: int, client: int, samples: int, steps: int, size: int) -> Tensor:
-    """Sample numbers for each local step (steps, size): uniform, with replacement."""
-    drawn = _brief(seed, "batches", round, client).integers(samples, size=(steps, size))
-    return torch.from_numpy(drawn)
+def batches(seed: int, round: int, client: int, samples: int, count: int) -> Numbers:
+    """So many sample numbers: uniform, with replacement."""
+    return _brief(seed, "batches", round, client).integers(samples, size=count)
 
 
-def epochs(seed: int, round: int, client: int, samples: int, steps: int, size: int) -> Tensor:
-    """Sample numbers for each local step (steps, size): one shuffled pass over the samples after
-    another, cut into batches. A batch may reach into the next pass, so all are of one size, and
-    no sample is used more than once more often than another."""
-    passes = -(-steps * size // samples)
-    order = np.broadcast_to(np.arange(samples), (passes, samples))
-    drawn = _brief(seed, "epochs", round, client).permuted(order, axis=1)
-    return torch.from_numpy(drawn.reshape(-1)[: steps * size].reshape(steps, size))
+def epochs(seed: int, round: int, client: int, samples: int, count: int) -> Numbers:
+    """So many sample numbers: one shuffled pass over the samples after another. A batch may reach
+    into the next pass, so all are of one size, and no sample is used more than once more often
+    than another."""
+    order = np.broadcast_to(np.arange(samples), (-(-count // samples), samples))
+    drawn: Numbers = _brief(seed, "epochs", round, client).permuted(order, axis=1)
+    return drawn.reshape(-1)[:count]
 
 
 def noise(seed: int, purpose: str, round: int, clients: Sequence[int], size: int) -> Tensor:

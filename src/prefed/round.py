@@ -127,10 +127,12 @@ class Block(ABC):
         """The client rule, in the arithmetic that suits the engine."""
         return algorithm.client_rule().fit(self.layout).fast(self.weights)
 
-    def step(self, algorithm: Algorithm, rule: Rule, state: State, lr: float, k: int) -> Tensor:
-        """Local step k, in place; the losses (C)."""
-        losses = self.differentiate(k)
-        descend(algorithm, rule, self, state, lr, k)
+    def walk(self, algorithm: Algorithm, rule: Rule, state: State, lr: float, steps: int) -> Tensor:
+        """So many local steps, in place; the sums of the losses (C)."""
+        losses = self.weights.new_zeros(len(self.clients))
+        for k in range(steps):
+            losses += self.differentiate(k)
+            descend(algorithm, rule, self, state, lr, k)
         return losses
 
 
@@ -163,10 +165,8 @@ def local_update(
                     else:
                         row.fill_(field.start)
 
-    losses = w.new_zeros(len(block.clients))
     rule.begin(w, state)
-    for k in range(steps):
-        losses += block.step(algorithm, rule, state, lr, k)
+    losses = block.walk(algorithm, rule, state, lr, steps)
     rule.finish(w, state, lr, steps)
 
     w.sub_(server.weights)

@@ -28,16 +28,16 @@ class Samples:
 
     def numbers(self, index: Tensor) -> Tensor:
         """Where in x and y the samples lie that `index` names."""
-        return index if self.index is None else self.index[index]
+        return index if self.index is None else self.index.index_select(0, index)
 
     def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
         index = self.numbers(index)
-        return self.x[index], self.y[index]
+        return self.x.index_select(0, index), self.y.index_select(0, index)
 
     def all(self) -> tuple[Tensor, Tensor]:
         if self.index is None:
             return self.x, self.y
-        return self.x[self.index], self.y[self.index]
+        return self.x.index_select(0, self.index), self.y.index_select(0, self.index)
 
 
 class Clients(Protocol):

@@ -11,6 +11,7 @@ equal those of the modules up to rounding; the engine compares both before it re
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -54,11 +55,11 @@ Differentiate = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor, Te
 """(parameters, room for their gradients, x, labels (C, B)) -> losses (C)"""
 
 OUTPUT_TELLS: dict[type[nn.Module], tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    nn.ReLU: (torch.relu_, lambda d, out: torch.ops.aten.threshold_backward(d, out, 0)),
-    nn.Tanh: (torch.tanh_, torch.ops.aten.tanh_backward),
-    nn.Sigmoid: (torch.sigmoid_, torch.ops.aten.sigmoid_backward),
+    nn.ReLU: (torch.relu_, partial(torch.ops.aten.threshold_backward.grad_input, threshold=0)),
+    nn.Tanh: (torch.tanh_, torch.ops.aten.tanh_backward.grad_input),
+    nn.Sigmoid: (torch.sigmoid_, torch.ops.aten.sigmoid_backward.grad_input),
 }
-"""Activations whose derivative follows from their output: in place, and back."""
+"""Activations whose derivative follows from their output, forward and back, both in place."""
 
 
 def plan_gradient(module: nn.Module) -> Differentiate | None:
@@ -74,35 +75,51 @@ def plan_gradient(module: nn.Module) -> Differentiate | None:
     if any(type(layer) not in (nn.Linear, *OUTPUT_TELLS) for _, layer in layers):
         return None
 
+    kept: dict[tuple[str, int, tuple[int, ...]], Tensor] = {}
+
+    def room(like: Tensor, what: str, place: int, shape: tuple[int, ...]) -> Tensor | None:
+        """For a result, kept from step to step: a new one each time would cost as much as a
+        product. A compiler finds room by itself."""
+        if torch.compiler.is_compiling():
+            return None
+        if (key := (what, place, shape)) not in kept:
+            kept[key] = like.new_empty(shape)
+        return kept[key]
+
     @torch.no_grad()
     def differentiate(
         parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], x: Tensor, y: Tensor
     ) -> Tensor:
-        value, seen = x.flatten(2).mT, []  # (C, numbers, B) all the way
-        for prefix, layer in layers:
+        value, seen = x.flatten(2), []  # (C, B, numbers) all the way, but for the outputs
+        for place, (prefix, layer) in enumerate(layers):
+            seen.append(value)
             if isinstance(layer, nn.Linear):
-                seen.append(value)
+                last = place == len(layers) - 1
                 weight, bias = parameters[prefix + "weight"], parameters.get(prefix + "bias")
+                a, b = (weight, value.mT) if last else (value, weight.mT)
+                out = room(value, "y", place, (len(a), a.shape[1], b.shape[2]))
                 if bias is None:
-                    value = torch.bmm(weight, value)
+                    value = torch.bmm(a, b, out=out)
                 else:
-                    value = torch.baddbmm(bias.unsqueeze(-1), weight, value)
+                    value = torch.baddbmm(bias.unsqueeze(2 if last else 1), a, b, out=out)
             else:
                 value = OUTPUT_TELLS[type(layer)][0](value)
-                seen.append(value)
-        log_p, y = value.log_softmax(1), y.unsqueeze(1)
+        log_p, y = value.log_softmax(1), y.unsqueeze(1)  # (C, classes, B)
         losses = log_p.gather(1, y).squeeze(1).mean(1).neg_()
         d = log_p.exp_().scatter_add_(1, y, value.new_tensor(-1.0).expand_as(y))
-        d = d.div_(y.shape[-1])
+        d = d.div_(y.shape[-1]).mT
         for place in reversed(range(len(layers))):
             prefix, layer = layers[place]
             if isinstance(layer, nn.Linear):
-                torch.bmm(d, seen[place].mT, out=gradients[prefix + "weight"])
+                weight, into = parameters[prefix + "weight"], gradients[prefix + "weight"]
+                # A product straight into rows of (C, d) would go client by client.
+                into.copy_(torch.bmm(d.mT, seen[place], out=room(d, "dw", place, into.shape)))
                 if layer.bias is not None:
-                    torch.sum(d, 2, out=gradients[prefix + "bias"])
-                d = torch.bmm(parameters[prefix + "weight"].mT, d) if place else d
+                    gradients[prefix + "bias"].copy_(d.sum(1))
+                if place:
+                    d = torch.bmm(d, weight, out=room(d, "dx", place, seen[place].shape))
             else:
-                d = OUTPUT_TELLS[type(layer)][1](d, seen[place])
+                OUTPUT_TELLS[type(layer)][1](d, seen[place], grad_input=d)
         return losses
 
     return differentiate

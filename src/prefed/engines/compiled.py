@@ -1,27 +1,28 @@
-"""The vectorised engine with its local step compiled: gradient and rule become a few kernels.
+"""The vectorised engine with its local steps compiled: gradients and rules become a few kernels.
 
-Worth a try in long runs, where the rule costs as much as the gradient (bench/step.py); for chains
-of linear layers the batched products are as fast (docs/engines.md). Compiling takes some seconds at
-the start of a run, less if torch finds the kernels of an earlier run in its cache
-(TORCHINDUCTOR_CACHE_DIR). It needs a C++ compiler, and is off unless it is asked for: engine =
-"auto" does not try it.
+For long runs of small models. Compiling takes half a minute at the start of a run, less if torch
+finds the kernels of an earlier run in its cache (TORCHINDUCTOR_CACHE_DIR). It needs a C++ compiler,
+and is off unless it is asked for: engine = "auto" does not try it.
 
-A step is compiled, not the loop over steps: that is no faster, and takes far longer to compile.
-Models with buffers, and full batches of unequal size, run as in the vectorised engine.
+Models with buffers, full batches of unequal size, and step sizes that change with the round run as
+in the vectorised engine.
 """
 
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
 from prefed.data import FederatedData
-from prefed.engines.base import ENGINES, Engine
+from prefed.engines.base import ENGINES, Engine, EngineWarning
 from prefed.engines.gather import Group
 from prefed.engines.vectorised import Rows, Vectorised, or_sequential
 from prefed.errors import PrefedError
@@ -43,34 +44,59 @@ def compiled(task: Task, data: FederatedData, settings: Settings) -> Engine:
     return or_sequential(Compiled(task, data, settings))
 
 
+MOST = 10
+"""Steps that are compiled together: more are no faster, and take longer to compile."""
+PARTS = 4
+"""At most so many parts of a walk are compiled, each by itself, and then with more steps."""
+COMPILING = Lock()
+
+
 class Compiled(Vectorised):
     def __init__(self, task: Task, data: FederatedData, settings: Settings) -> None:
         super().__init__(task, data, settings)
-        self.step = torch.compile(self._step)
+        self.walk = torch.compile(self._walk, dynamic=False)
+        self.known: set[tuple[object, ...]] = set()
+
+    def turn(self, *key: object) -> AbstractContextManager[object]:
+        """Workers take turns at what is to be compiled: the compiler is not made for threads."""
+        if key in self.known:
+            return nullcontext()
+        self.known.add(key)
+        return COMPILING
 
     def rows_of(self, clients: Sequence[int], groups: list[Group], seeds: list[int]) -> Rows:
         return _Rows(self, clients, groups, seeds)
 
-    def _step(
+    def _walk(
         self,
         algorithm: Algorithm,
         rule: Rule,
         place: _Position,
         state: State,
-        batch: tuple[Tensor, Tensor, Tensor],
+        batches: list[tuple[Tensor, Tensor, Tensor]],
         lr: float,
-        k: int,
+        first: int,
     ) -> Tensor:
-        def loss(leaves: State) -> tuple[Tensor, Tensor]:
-            each = self.losses(leaves, {}, *batch)
-            return each.sum(), each
+        losses = torch.zeros_like(place.shares)
+        for k, batch in enumerate(batches):
+            losses = losses + self._differentiate(place, *batch)
+            descend(algorithm, rule, place, state, lr, first + k)
+        return losses
 
+    def _differentiate(self, place: _Position, x: Tensor, y: Tensor, keys: Tensor) -> Tensor:
         layout = self.task.flat.layout
-        found, losses = torch.func.grad(loss, has_aux=True)(cut(layout, place.weights))
+        parameters = cut(layout, place.weights)
+        if (by_hand := self.by_hand(y)) is not None:
+            found = {name: torch.empty_like(value) for name, value in parameters.items()}
+            losses = by_hand(parameters, found, x, y)
+        else:
+            found, losses = torch.func.grad(self._loss, has_aux=True)(parameters, x, y, keys)
         place.gradient = join(layout, found)
-        descend(algorithm, rule, place, state, lr, k)
-        each: Tensor = losses
-        return each
+        return losses
+
+    def _loss(self, parameters: State, x: Tensor, y: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        losses = self.losses(parameters, {}, x, y, keys)
+        return losses.sum(), losses
 
 
 @dataclass
@@ -88,18 +114,38 @@ class _Position:
 class _Rows(Rows):
     engine: Compiled
 
+    def is_compiled(self, algorithm: Algorithm) -> bool:
+        if callable(algorithm.client_lr):
+            warnings.warn(
+                "every new step size would have to be compiled; with a schedule for client_lr "
+                "clients train as in the vectorised engine",
+                EngineWarning,
+                stacklevel=2,
+            )
+            return False
+        return len(self.groups) == 1 and not self.buffers
+
     def rule(self, algorithm: Algorithm) -> Rule:
         """The plain lines: it is the compiler that fuses them."""
+        if not self.is_compiled(algorithm):
+            return super().rule(algorithm)
         return algorithm.client_rule().fit(self.layout)
 
-    def step(self, algorithm: Algorithm, rule: Rule, state: State, lr: float, k: int) -> Tensor:
-        if len(self.groups) > 1 or self.buffers:
-            return super().step(algorithm, rule, state, lr, k)
-        device = self.engine.task.device
-        x, y = self.groups[0].batch(k)
-        batch = (x.to(device), y.to(device), self.keys(k))
-        place = _Position(self.weights, self.gradient, self.shares)
-        return self.engine.step(algorithm, rule, place, state, batch, lr, k)
+    def walk(self, algorithm: Algorithm, rule: Rule, state: State, lr: float, steps: int) -> Tensor:
+        if not self.is_compiled(algorithm):
+            return super().walk(algorithm, rule, state, lr, steps)
+        device, group = self.engine.task.device, self.groups[0]
+        losses = self.weights.new_zeros(len(self.clients))
+        parts = min(PARTS, -(-steps // MOST))
+        for part in range(parts):
+            batches, first = [], steps * part // parts
+            for k in range(first, steps * (part + 1) // parts):
+                x, y = group.batch(k)
+                batches.append((x.to(device), y.to(device), self.keys(k)))
+            place = _Position(self.weights, self.gradient, self.shares)
+            with self.engine.turn(group.x.shape, first):
+                losses += self.engine.walk(algorithm, rule, place, state, batches, lr, first)
+        return losses
 
 
 def cut(layout: Layout, rows: Tensor) -> State:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prefed.batches import Batches, sample_numbers
-from prefed.data import FederatedData
+from prefed.data import FederatedData, Samples
 from prefed.settings import Settings
 
 
@@ -78,18 +78,19 @@ def _drawn(
     device: torch.device,
 ) -> Group:
     """All batches of a group at once: one gather if its clients are parts of one data set."""
-    samples = [data.client(c) for c in clients[rows]]
-    numbers = [
-        s.numbers(sample_numbers(settings, round, c, len(s)).view(-1))
-        for s, c in zip(samples, clients[rows], strict=True)
-    ]
-    first = samples[0]
-    if all(s.x is first.x and s.y is first.y for s in samples):
-        index = torch.stack(numbers)
-        x, y = first.x[index], first.y[index]
+    clients = clients[rows]
+    samples = [data.client(c) for c in clients]
+    sizes = [len(s) for s in samples]
+    drawn = sample_numbers(settings, round, clients, sizes)
+    first, indices = samples[0], [s.index for s in samples if s.index is not None]
+    if len(indices) == len(samples) and all(s.x is first.x and s.y is first.y for s in samples):
+        starts = torch.tensor([0, *sizes[:-1]]).cumsum(0).unsqueeze(1)
+        theirs = Samples(first.x, first.y, torch.cat(indices))
+        x, y = theirs.take((starts + drawn).view(-1))
+        x, y = x.unflatten(0, drawn.shape), y.unflatten(0, drawn.shape)
     else:
-        x = torch.stack([s.x[n] for s, n in zip(samples, numbers, strict=True)])
-        y = torch.stack([s.y[n] for s, n in zip(samples, numbers, strict=True)])
+        pairs = [s.take(n) for s, n in zip(samples, drawn, strict=True)]
+        x, y = torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
     return Group(rows, x.to(device), y.to(device), settings.batch_size)
 
 

@@ -19,6 +19,7 @@ from prefed.algorithms import Algorithm
 from prefed.data import FederatedData
 from prefed.dropout import keys
 from prefed.engines.base import ENGINES, Engine, EngineWarning
+from prefed.engines.batched import Differentiate
 from prefed.engines.gather import Group, gather
 from prefed.engines.losses import gradients_of, losses_of
 from prefed.engines.sequential import Sequential
@@ -35,7 +36,7 @@ VECTORS = 12
 """At most so many times its weights is the memory of a block: gradients, state, activations."""
 STATES = 8
 """At most so many times its state is the memory of a block that the state takes."""
-SHARES = 4
+SHARES = 2
 """A cohort of some size is cut into a multiple of so many blocks, to be shared by workers."""
 SMALLEST = 8
 """Clients in a block below which cutting costs more than sharing brings."""
@@ -62,7 +63,7 @@ class Vectorised:
     def __init__(self, task: Task, data: FederatedData, settings: Settings) -> None:
         self.task, self.data, self.settings = task, data, settings
         self.losses = losses_of(task)
-        self.by_hand = gradients_of(task)
+        self.gradients = gradients_of(task)
         self.room: dict[tuple[str, int], Tensor] = {}
 
     def block_size(self, algorithm: Algorithm, cohort: int) -> int:
@@ -86,6 +87,10 @@ class Vectorised:
         numbers = sum(math.prod(field.shape) for field in fields)
         needed = 4 * STATES * max(1, numbers) * flat.weights.itemsize
         return max(1, _memory(flat.weights.device) // needed)
+
+    def by_hand(self, y: Tensor) -> Differentiate | None:
+        """The way to gradients without autograd, if there is one for such targets."""
+        return self.gradients if y.dim() == 2 and are_labels(y) else None
 
     def update(
         self, algorithm: Algorithm, server: Server, clients: Sequence[int], kept: Kept
@@ -160,15 +165,15 @@ class Rows(Block):
         return keys([seed + k for seed in self.seeds], self.engine.task.device)
 
     def differentiate(self, k: int) -> Tensor:
-        task, key, by_hand = self.engine.task, self.keys(k), self.engine.by_hand
+        task, key = self.engine.task, self.keys(k)
         losses = self.weights.new_empty(len(self.clients))
         for group in self.groups:
             rows, (x, y) = group.rows, group.batch(k)
             x, y = x.to(task.device), y.to(task.device)
-            if by_hand is not None and isinstance(rows, slice) and y.dim() == 2 and are_labels(y):
+            if isinstance(rows, slice) and (by_hand := self.engine.by_hand(y)) is not None:
                 weights = {n: v[rows] for n, v in self.parameters.items()}
-                room = {n: v[rows] for n, v in self.gradients.items()}
-                losses[rows] = by_hand(weights, room, x, y)
+                gradients = {n: v[rows] for n, v in self.gradients.items()}
+                losses[rows] = by_hand(weights, gradients, x, y)
                 continue
             leaves = {n: p[rows].detach().requires_grad_() for n, p in self.parameters.items()}
             buffers = {n: b[rows] for n, b in self.buffers.items()}
