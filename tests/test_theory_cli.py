@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from prefed.cli import app
 from prefed.errors import PrefedError
 from prefed.report.sections import Section, Table, write_sections
-from prefed.theory import studies
 
 SMALL = [
     "model.hidden=[6]", "data.split.clients=8", "clients_per_round=4", "local_steps=3", "rounds=6",
@@ -25,7 +24,7 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(studies, "BRIEF", 3)
+    monkeypatch.setattr("prefed.theory.studies.bounds.BRIEF", 3)
     monkeypatch.setattr("prefed.theory.constants.PRODUCTS", 10)
     monkeypatch.setattr("prefed.theory.constants.DESCENT", 10)
 

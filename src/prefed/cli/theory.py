@@ -38,7 +38,8 @@ def _study(kind: str, source: str, changes: list[str], out: Out, quiet: bool) ->
     from prefed.cli.live import new_out
     from prefed.cli.progress import WorkBar, show_warnings_plainly
     from prefed.config import load
-    from prefed.theory.studies import STUDIES, prepare, save
+    from prefed.theory.studies import STUDIES
+    from prefed.theory.studies.base import prepare, save
 
     show_warnings_plainly()
     study = STUDIES[kind]
