@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import prefed
 from prefed import ALGORITHMS
 from prefed.config import algorithms_of, load, presets
 from prefed.schedule import at
@@ -79,3 +81,12 @@ def test_the_papers_numbers(name: str) -> None:
         if adaptive != "adaalter":
             assert rest["beta1"] == 0.9
             assert rest["beta2"] == (0.99 if adaptive == "fedadam" else 0.9)
+
+
+def test_what_is_shipped_is_packaged() -> None:
+    root = Path(prefed.__file__).parent
+    about = tomllib.loads((root.parent.parent / "pyproject.toml").read_text())
+    patterns = about["tool"]["setuptools"]["package-data"]["prefed"]
+    packaged = {path for pattern in patterns for path in root.glob(pattern)}
+    files = {path for path in root.rglob("*") if path.is_file() and path.suffix != ".py"}
+    assert not {path for path in files - packaged if "__pycache__" not in path.parts}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -142,7 +143,8 @@ class Sweep:
 
     @property
     def claimed_rate(self) -> float:
-        return bounds.fit(self.values, self.claimed).value
+        """Not a number for a single value."""
+        return bounds.fit(self.values, self.claimed).value if len(self.values) > 1 else math.nan
 
 
 @dataclass(frozen=True)
@@ -302,7 +304,8 @@ def rates_table(sweeps: dict[str, dict[str, Sweep]]) -> Table:
     rows = []
     for name, by in sweeps.items():
         rows.append((name, *(str(by[x].rate or "-") for x in "TKm")))
-        rows.append((THEOREMS[name], *(f"{by[x].claimed_rate:+.2f}" for x in "TKm")))
+        claimed = [by[x].claimed_rate for x in "TKm"]
+        rows.append((THEOREMS[name], *("-" if math.isnan(r) else f"{r:+.2f}" for r in claimed)))
     return Table(("", "in T", "in K", "in m"), rows)
 
 
