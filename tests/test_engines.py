@@ -322,3 +322,18 @@ def test_the_mean_of_a_block_has_the_bits_of_its_clients(first: int, rows: int) 
         assert torch.equal(a["w"], b["w"])
         assert loss == same_loss
         assert torch.equal(given, values[first:])
+
+
+def test_clients_of_different_shapes_are_refused() -> None:
+    class Odd:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, client: int) -> Any:
+            return torch.randn(5, 6 + (client == 3)), torch.zeros(5, dtype=torch.long)
+
+    with pytest.raises(prefed.PrefedError, match=r"clients\[3\]: its samples are not of the shape"):
+        prefed.simulate(
+            prefed.FedAvg(client_lr=0.1), nn.Linear(6, 2), prefed.FederatedData(Odd()),
+            rounds=1, local_steps=2, batch_size=4, engine="vectorised",
+        )  # fmt: skip

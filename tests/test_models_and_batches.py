@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 import prefed
 from prefed import draws
 from prefed.data.images import CropAndFlip, Normalise
+from prefed.task import Task
 from tests.problems import tiny_data, tiny_model
 
 COUNTS = [
@@ -127,3 +129,17 @@ def test_a_device_that_is_not_there() -> None:
         with pytest.raises(prefed.PrefedError, match="device: 'mps' cannot be used here"):
             prefed.simulate(prefed.FedAvg(), tiny_model(), tiny_data(), rounds=1, local_steps=1,
                             device="mps")  # fmt: skip
+
+
+def test_one_input_channel_does_not_undo_channels_last() -> None:
+    """A single channel fits both formats, and the strides of its weights decide which."""
+    model = nn.Sequential(nn.Conv2d(1, 16, 3), nn.MaxPool2d(2), nn.Conv2d(16, 16, 3), nn.Flatten())
+    data = prefed.FederatedData([(torch.randn(4, 1, 8, 8), torch.zeros(4, dtype=torch.long))])
+    task = Task(model, None, data, torch.device("cpu"))
+    assert task.channels_last
+    seen: list[Tensor] = []
+    for layer in list(task.flat.module.children())[:3]:
+        layer.register_forward_hook(lambda *a: seen.append(a[-1]))
+    task.forward(data.client(0).x)
+    assert all(v.is_contiguous(memory_format=torch.channels_last) for v in seen)
+    assert len(seen) == 3

@@ -74,8 +74,10 @@ def epochs(seed: int, round: int, client: int, samples: int, count: int) -> Numb
     """So many sample numbers: one shuffled pass over the samples after another. A batch may reach
     into the next pass, so all are of one size, and no sample is used more than once more often
     than another."""
-    order = np.broadcast_to(np.arange(samples), (-(-count // samples), samples))
-    drawn: Numbers = _brief(seed, "epochs", round, client).permuted(order, axis=1)
+    passes = -(-count // samples)
+    drawn = np.arange(samples * passes).reshape(passes, samples)
+    np.remainder(drawn, samples, out=drawn)
+    _brief(seed, "epochs", round, client).permuted(drawn, axis=1, out=drawn)
     return drawn.reshape(-1)[:count]
 
 

@@ -100,7 +100,7 @@ class Task:
         x = x.to(self.device)
         x = self.transform(x) if self.transform else x
         if self.channels_last and x.dim() == 4:
-            x = x.contiguous(memory_format=torch.channels_last)
+            x = x.to(memory_format=torch.channels_last)
         with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bfloat16"):
             output: Tensor = self.flat.module(x)
         return output.to(self.flat.weights.dtype) if self.precision == "bfloat16" else output
@@ -176,9 +176,11 @@ class Task:
 
 
 def _lay_out(module: nn.Module, format: torch.memory_format) -> None:
+    """Not by contiguous(): it leaves the strides of a single channel as they are, and they decide
+    the format of all that follows."""
     for parameter in module.parameters():
         if parameter.dim() == 4:
-            parameter.data = parameter.data.contiguous(memory_format=format)
+            parameter.data = parameter.data.to(memory_format=format)
 
 
 def _likes_channels_last(model: nn.Module, device: torch.device) -> bool:

@@ -30,7 +30,7 @@ class Client:
         model = work.model()
         for parameter in model.parameters():
             if parameter.dim() == 4:
-                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+                parameter.data = parameter.data.to(memory_format=torch.channels_last)
         self.work, self.flat = work, FlatModel(model)
 
     def train(self, weights: Tensor, clients: list[int]) -> Tensor:

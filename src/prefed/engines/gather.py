@@ -10,6 +10,7 @@ from torch import Tensor
 
 from prefed.batches import Batches, sample_numbers
 from prefed.data import FederatedData, Samples
+from prefed.errors import PrefedError
 from prefed.settings import Settings
 
 
@@ -89,8 +90,17 @@ def _drawn(
         x, y = theirs.take((starts + drawn).view(-1))
         x, y = x.unflatten(0, drawn.shape), y.unflatten(0, drawn.shape)
     else:
-        pairs = [s.take(n) for s, n in zip(samples, drawn, strict=True)]
-        x, y = torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
+        for client, s in zip(clients, samples, strict=True):
+            if (s.x.shape[1:], s.y.shape[1:]) != (first.x.shape[1:], first.y.shape[1:]):
+                raise PrefedError(
+                    f"clients[{client}]: its samples are not of the shape of clients[{clients[0]}]"
+                )
+        x = first.x.new_empty((*drawn.shape, *first.x.shape[1:]))
+        y = first.y.new_empty((*drawn.shape, *first.y.shape[1:]))
+        for s, index, x_row, y_row in zip(samples, drawn, x, y, strict=True):
+            index = s.numbers(index)
+            torch.index_select(s.x, 0, index, out=x_row)
+            torch.index_select(s.y, 0, index, out=y_row)
     return Group(rows, x.to(device), y.to(device), settings.batch_size)
 
 
