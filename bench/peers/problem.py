@@ -55,35 +55,35 @@ PROBLEMS = {
 }
 
 
+TURN = 0.5
+"""Seconds that a turn lasts at least: a round that is over at once would measure the waking up."""
+
+
 def serve(run_round: Callable[[], object]) -> None:
-    """Answer each line on standard input with the seconds of one round, and the peak memory."""
-    for _ in range(3):  # what is set up or compiled once is not measured
+    """Answer each line on standard input with the seconds of a round, and the peak memory."""
+    turns, more = Turns(), True
+    while more:
         run_round()
-    report(ready=True)
-    for _ in sys.stdin:
-        start = time.perf_counter()
-        run_round()
-        report(seconds=time.perf_counter() - start)
+        more = turns()
 
 
 class Turns:
-    """The same for frameworks with a loop of their own: called after each of their rounds."""
+    """Called after each round, also from a framework's own loop: at the end of a turn it reports
+    the mean over its rounds, and waits for the next turn."""
 
     def __init__(self, warm_up: int = 3) -> None:
-        self.warm_up = warm_up
-        self.start: float | None = None
+        self.warm_up = warm_up  # what is set up or compiled once is not measured
+        self.rounds, self.start = 0, 0.0
 
     def __call__(self) -> bool:
-        """Report the round that ended, wait for the next turn; false if there is none."""
-        self.warm_up -= 1
-        if self.warm_up > 0:
+        """False if there is no other turn."""
+        self.rounds += 1
+        seconds = time.perf_counter() - self.start
+        if self.rounds < self.warm_up or (not self.warm_up and seconds < TURN):
             return True
-        if self.start is None:
-            report(ready=True)
-        else:
-            report(seconds=time.perf_counter() - self.start)
+        report(**({"ready": True} if self.warm_up else {"seconds": seconds / self.rounds}))
         more = bool(sys.stdin.readline())
-        self.start = time.perf_counter()
+        self.warm_up, self.rounds, self.start = 0, 0, time.perf_counter()
         return more
 
 

@@ -3,9 +3,9 @@
     make bench-peers [PASSES=3]
 
 Each framework is installed in an environment of its own (the first run downloads them) and set
-up as its documentation does. All processes stay alive and wait; in every pass each runs one round
-while the others rest, so that a slow moment of the machine hits all. A framework that cannot be
-installed or started is left out, with the reason.
+up as its documentation does. All processes stay alive and wait; in every pass each runs rounds for
+half a second, one at least, while the others rest, so that a slow moment of the machine hits all.
+A framework that cannot be installed or started is left out, with the reason.
 """
 
 from __future__ import annotations
