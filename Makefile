@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SEVEN := fedavg,fedadagrad,fedadam,fedyogi,adaalter,prefed,prefedopt
-STUDIES := digits-noniid synthetic upload-digits cifar10-noniid cifar10-iid upload-cifar10 shakespeare autoencoder
+STUDIES := digits-noniid digits-autoencoder synthetic upload-digits cifar10-noniid cifar10-iid upload-cifar10 shakespeare cifar10-autoencoder
 
 .PHONY: help venv demo test check format docs bench bench-peers study faults protections hostile deployments clean
 
