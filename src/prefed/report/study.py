@@ -175,11 +175,15 @@ PLAIN = ("#7f7f7f", "-", ".")
 
 def _line_by_line(axes: Axes, rows: list[Row], styles: Styles) -> None:
     """A row for each line of the table, the best on top."""
+    low, high = _limits(rows)
     for place, row in enumerate(reversed(rows)):
         colour, _, marker = styles.get(row["label"], PLAIN)
-        axes.errorbar(row["mean"], place, xerr=_bar(row), fmt=marker, color=colour, ms=6, lw=1)
+        if low <= row["mean"] <= high:
+            axes.errorbar(row["mean"], place, xerr=_bar(row), fmt=marker, color=colour, ms=6, lw=1)
+        else:  # an arrow to where it would be
+            edge, arrow = (low, "<") if row["mean"] < low else (high, ">")
+            axes.plot(edge, place, arrow, color=colour, ms=6, clip_on=False)
     axes.set_yticks(range(len(rows)), [row["label"] for row in reversed(rows)])
-    low, high = _limits(rows)
     axes.set_xlim(low, high)
 
 
@@ -221,6 +225,7 @@ def _limits(rows: list[Row]) -> tuple[float, float]:
     values = [row["mean"] for row in rows]  # the best first
     best, middle = values[0], values[len(values) // 2]
     room = max(3 * abs(best - middle), 0.02 * abs(best))
+    room = max([room, *(1.05 * abs(v - best) for v in values if abs(v - best) < 3 * room)])
     up = _is_accuracy(rows)
     return (best - room, best + room / 2) if up else (best - room / 2, best + room)
 
