@@ -239,8 +239,10 @@ def test_blocks_of_clients_hold_their_matrices(monkeypatch: pytest.MonkeyPatch) 
     engine = Vectorised(simulation.task, simulation.data, settings)
     d = simulation.server.weights.numel()
     monkeypatch.setattr("prefed.engines.vectorised._memory", lambda _: 32 * 8 * 10 * d * (d + 1))
-    assert engine.block_size(full, 30) == 10
-    assert engine.block_size(diagonal, 30) == 30
+    assert engine.block_size(full, 30) == 8  # ten fit: an even number of blocks, to be shared
+    assert engine.block_size(full, 15) == 8
+    assert engine.block_size(full, 10) == 10
+    assert engine.block_size(diagonal, 30) == 15  # all would fit
 
 
 def test_a_shape_is_one_new_file(monkeypatch: pytest.MonkeyPatch) -> None:
