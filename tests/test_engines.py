@@ -324,13 +324,16 @@ def test_the_mean_of_a_block_has_the_bits_of_its_clients(first: int, rows: int) 
         assert torch.equal(given, values[first:])
 
 
-def test_clients_of_different_shapes_are_refused() -> None:
+@pytest.mark.parametrize(("width", "dtype"), [(7, torch.float32), (6, torch.float64)])
+def test_clients_of_different_kinds_are_refused(width: int, dtype: torch.dtype) -> None:
     class Odd:
         def __len__(self) -> int:
             return 4
 
         def __getitem__(self, client: int) -> Any:
-            return torch.randn(5, 6 + (client == 3)), torch.zeros(5, dtype=torch.long)
+            odd = client == 3
+            x = torch.randn(5, width if odd else 6, dtype=dtype if odd else torch.float32)
+            return x, torch.zeros(5, dtype=torch.long)
 
     with pytest.raises(prefed.PrefedError, match=r"clients\[3\]: its samples are not of the shape"):
         prefed.simulate(

@@ -261,6 +261,6 @@ def test_unknown_and_missing_trackers(tmp_path: Path) -> None:
 
 
 def test_json_lines_have_no_nan() -> None:
-    from prefed.runs import to_json
+    from prefed.files import to_json
 
     assert json.loads(to_json({"a": math.nan, "b": 1.5})) == {"a": None, "b": 1.5}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import tomli_w
+from matplotlib.figure import Figure
 
 import prefed.report.study as results
 from prefed.cli.study import study as study_command
@@ -217,3 +218,18 @@ def test_jumps_are_measured_around_the_trend(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     noisy = run([i / 4000 + 0.03 * float(rng.standard_normal()) for i in range(4000)])
     assert results.unrest(noisy, ACCURACY) == pytest.approx(3, rel=0.1)
+
+
+def test_a_figure_shows_every_line_and_points_to_one_that_failed() -> None:
+    """A weak line widens the axis; one that failed must not squeeze the others, and is an arrow."""
+    means = {"a": 46.1, "b": 46.0, "c": 44.4, "weak": 40.2, "failed": 9.0}
+    rows = [
+        {"label": label, "measure": "test_accuracy", "mean": mean, "interval": (mean - 1, mean + 1)}
+        for label, mean in means.items()
+    ]
+    axes = Figure().subplots()
+    results._line_by_line(axes, rows, {})
+    low, _ = axes.get_xlim()
+    assert 30 < low < 40.2
+    arrows = [line for line in axes.lines if line.get_marker() == "<"]
+    assert [np.asarray(line.get_xdata()).tolist() for line in arrows] == [[low]]

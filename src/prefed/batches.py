@@ -19,8 +19,8 @@ DRAWS = {"replacement": draws.batches, "epochs": draws.epochs}
 def sample_numbers(
     settings: Settings, round: int, clients: Sequence[int], sizes: Sequence[int]
 ) -> Tensor:
-    """Which samples these clients use, one local step's after another (C, steps x batch size), if
-    they have so many. Not for the full batch."""
+    """Which of their samples these clients use, one local step's after another (C, steps x batch
+    size). Not for the full batch."""
     assert settings.batch_size is not None
     draw, count = DRAWS[settings.batches], settings.local_steps * settings.batch_size
     drawn = np.empty((len(clients), count), np.int64)

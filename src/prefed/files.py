@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
+import math
 import os
 import tempfile
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from prefed.errors import PrefedError
 
@@ -27,6 +29,19 @@ def write_whole(path: Path, content: bytes | str) -> None:
         Path(temporary).unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON has no infinity: numbers that are not finite become null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_whole(path: Path) -> bytes:

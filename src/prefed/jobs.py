@@ -131,7 +131,8 @@ def _work() -> None:
 
     from prefed.config import load
     from prefed.errors import Diverged, PrefedError
-    from prefed.runs import execute, to_json
+    from prefed.files import to_json
+    from prefed.runs import execute
     from prefed.simulation import Callback, Record
 
     class Tell(Callback):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
 import subprocess
@@ -31,7 +30,7 @@ from prefed import __version__, checkpoints, distributed
 from prefed.config import Config, read_toml
 from prefed.engines.auto import Choice
 from prefed.errors import CannotWrite, Diverged, Interrupted, PrefedError
-from prefed.files import lock, remove_leftovers, write_whole
+from prefed.files import lock, remove_leftovers, to_json, write_whole
 from prefed.simulation import Callback, Record, Result, Simulation
 
 SECONDS_BETWEEN = 10.0
@@ -251,11 +250,6 @@ def _visible(folder: Path) -> list[Path]:
     return [p for p in folder.iterdir() if p.name not in ours and not p.name.startswith(".")]
 
 
-def to_json(record: Record) -> str:
-    """One line of JSON; numbers that are not finite, which JSON does not have, become null."""
-    return json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
-
-
 NUMBERS = ("round", "bytes_up", "bytes_down", "seconds")
 """What every record has."""
 OPTIONAL = ("train_loss", "test_loss", "test_accuracy", "adaptive_share", "median_step")
@@ -274,10 +268,6 @@ def from_json(line: str) -> Record:
     if not all(isinstance(record.get(key), int | float | None) for key in NUMBERS + OPTIONAL):
         raise NotARecord(line[:80])
     return record
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def environment() -> dict[str, Any]:

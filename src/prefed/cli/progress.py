@@ -98,7 +98,7 @@ class JsonLines(RoundBar):
         super().__init__(0, quiet=True)
 
     def on_round(self, record: dict[str, Any]) -> None:
-        from prefed.runs import to_json
+        from prefed.files import to_json
 
         print(to_json(record), flush=True)
 

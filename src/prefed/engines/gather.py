@@ -91,9 +91,10 @@ def _drawn(
         x, y = x.unflatten(0, drawn.shape), y.unflatten(0, drawn.shape)
     else:
         for client, s in zip(clients, samples, strict=True):
-            if (s.x.shape[1:], s.y.shape[1:]) != (first.x.shape[1:], first.y.shape[1:]):
+            if _kind(s) != _kind(first):
                 raise PrefedError(
-                    f"clients[{client}]: its samples are not of the shape of clients[{clients[0]}]"
+                    f"clients[{client}]: its samples are not of the shape and type of those of "
+                    f"clients[{clients[0]}]"
                 )
         x = first.x.new_empty((*drawn.shape, *first.x.shape[1:]))
         y = first.y.new_empty((*drawn.shape, *first.y.shape[1:]))
@@ -102,6 +103,11 @@ def _drawn(
             torch.index_select(s.x, 0, index, out=x_row)
             torch.index_select(s.y, 0, index, out=y_row)
     return Group(rows, x.to(device), y.to(device), settings.batch_size)
+
+
+def _kind(samples: Samples) -> tuple[object, ...]:
+    x, y = samples.x, samples.y
+    return x.shape[1:], y.shape[1:], x.dtype, y.dtype
 
 
 def _rows(members: list[int]) -> slice | Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from statistics import fmean
@@ -12,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from prefed.files import write_whole
+from prefed.files import to_json, write_whole
 from prefed.measures import ACCURACY, LOSS, Measure, measure
 from prefed.report.curves import COLOURS
 from prefed.report.figures import to_bytes
@@ -37,7 +36,7 @@ def write(bench: Bench, name: str) -> str:
         "lines": rows,
     }
     text = table(rows, bench.study.reference)
-    write_whole(bench.out / f"{name}.json", json.dumps(_finite(record), indent=1) + "\n")
+    write_whole(bench.out / f"{name}.json", to_json(record, indent=1) + "\n")
     write_whole(bench.out / f"{name}.md", text + "\n")
     shown = bench.study.curves or list(bench.study.compared())[: len(bench.study.grid) or 8]
     if rows:
@@ -228,12 +227,3 @@ def _limits(rows: list[Row]) -> tuple[float, float]:
     room = max([room, *(1.05 * abs(v - best) for v in values if abs(v - best) < 3 * room)])
     up = _is_accuracy(rows)
     return (best - room, best + room / 2) if up else (best - room / 2, best + room)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
-    if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

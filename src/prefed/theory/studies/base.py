@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from prefed.config import Config
 from prefed.errors import PrefedError
-from prefed.files import write_whole
+from prefed.files import to_json, write_whole
 from prefed.report.sections import Section, Table, write_sections
 from prefed.runs import environment
 from prefed.simulation import Simulation
@@ -80,7 +78,7 @@ def prepare(folder: Path) -> Path:
 def save(folder: Path, title: str, found: Found) -> Path:
     """numbers.json, coordinates.safetensors if there are any, and the report."""
     about = environment()
-    text = json.dumps(plain({**found.numbers, "environment": about}), indent=2, allow_nan=False)
+    text = to_json({**found.numbers, "environment": about}, indent=2)
     write_whole(folder / "numbers.json", text + "\n")
     if found.tensors:
         contents = {name: value.contiguous() for name, value in found.tensors.items()}
@@ -89,12 +87,3 @@ def save(folder: Path, title: str, found: Found) -> Path:
     write_whole(folder / "theory.toml", config)
     write_sections(folder / "report.html", title, found.sections, config, about)
     return folder / "report.html"
-
-
-def plain(value: Any) -> Any:
-    """For JSON, which has no infinity: null."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
