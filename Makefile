@@ -72,10 +72,10 @@ protections: venv
 	$(BIN)/python -m tests.faults.protections
 
 hostile: venv
-	PREFED_HOSTILE=2000 $(BIN)/python -m pytest -n 2 tests/test_hostile_updates.py
+	PREFED_HOSTILE=2000 $(BIN)/python -m pytest -n 2 tests/training/test_hostile_updates.py
 
 deployments: venv
-	PREFED_SLOW=1 $(BIN)/python -m pytest tests/test_deploy.py
+	PREFED_SLOW=1 $(BIN)/python -m pytest tests/flower/test_deploy.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -18,11 +18,11 @@ from functools import partial
 import torch
 
 import prefed
-from prefed import draws
 from prefed.bench.workloads import w2
 from prefed.codecs import codec
-from prefed.exchange import through
-from prefed.round import Server, Update
+from prefed.core import draws
+from prefed.training.messages import through
+from prefed.training.round import Server, Update
 
 PASSES = 7
 TARGET = 0.05

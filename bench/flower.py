@@ -47,7 +47,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def rounds() -> None:
-    from prefed.flower.local import LocalFlower
+    from prefed.flower.local_deployment import LocalFlower
 
     logs = Path("bench-flower-logs")
     shutil.rmtree(logs, ignore_errors=True)
@@ -87,7 +87,7 @@ def one(name: str, cohort: int) -> None:
     from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
     from flwr.serverapp.strategy import FedAvg
-    from tests.flower.loopback import LoopbackGrid
+    from tests.helpers.loopback import LoopbackGrid
 
     import prefed.flower
 

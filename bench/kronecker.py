@@ -14,7 +14,7 @@ import argparse
 import torch
 
 import prefed
-from prefed.bench.measure import interleaved
+from prefed.bench.ratios import interleaved
 
 CLIENTS, SAMPLES, STEPS, BATCH = 10, 64, 50, 32
 

@@ -18,7 +18,7 @@ import time
 import torch
 
 from prefed import FedAvg, distributed
-from prefed.bench.measure import simulation
+from prefed.bench.ratios import simulation
 from prefed.bench.workloads import WORKLOADS
 
 ROUNDS, PASSES = 6, 3

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import prefed
-from prefed.errors import Diverged
+from prefed.core.errors import Diverged
 from prefed.theory.quadratic import Quadratic
 
 TARGET = 1e-3

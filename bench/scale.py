@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from prefed import FedAvg
-from prefed.bench.measure import interleaved, peak, simulation
+from prefed.bench.ratios import interleaved, peak, simulation
 from prefed.bench.workloads import Workload, w1
 from prefed.data import FederatedData, Partition
 from prefed.data.federated import Parts
-from prefed.simulation import Simulation
+from prefed.training.run import Simulation
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 EACH = 20

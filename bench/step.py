@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import torch
 
-from prefed.layout import Layout
+from prefed.core.layout import Layout
 from prefed.rules import SGD, Covariance, Rule
-from prefed.rules import base as rules_base
+from prefed.rules import rule as rules_base
 
 D = 11_173_962
 LOCAL_STEPS = 50

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 import prefed
-from prefed.layout import Layout
-from prefed.rules.base import State, accumulate
+from prefed.core.layout import Layout
+from prefed.rules.rule import State, accumulate
 
 
 class AsPrinted(prefed.Algorithm):

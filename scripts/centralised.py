@@ -14,12 +14,12 @@ import sys
 import torch
 from torch.nn.functional import cross_entropy
 
-from prefed.config import load
+from prefed.experiments.config import load
 
 
 def main(preset: str) -> None:
     config = load(preset)
-    simulation = config.make_simulation()
+    simulation = config.make_run()
     dataset, _ = config.make_data()
     model, feed = simulation.task.flat.module.train(), dataset.transform
     assert dataset.test is not None

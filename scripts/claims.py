@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from prefed.files import write_whole
-from prefed.stats import student_interval
+from prefed.core.safe_files import write_whole
+from prefed.experiments.stats import student_interval
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 

@@ -4,8 +4,8 @@ import torch
 from problem import BATCH, LR, PROBLEMS, STEPS, serve
 
 import prefed
-from prefed.settings import Settings
-from prefed.simulation import Simulation
+from prefed.training.run import Simulation
+from prefed.training.settings import Settings
 
 problem, engine = PROBLEMS[sys.argv[1]], sys.argv[2]
 x, y = problem.data()

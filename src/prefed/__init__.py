@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
+from prefed._moved import MovedModules
+
 __version__ = "0.1.0"
+
+sys.meta_path.insert(0, MovedModules())
 
 if TYPE_CHECKING:
     from prefed._api import *  # noqa: F403

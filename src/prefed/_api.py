@@ -1,8 +1,8 @@
 """The public names."""
 
-from prefed import optim, schedule
+from prefed import optim
 from prefed.algorithms.adaalter import AdaAlter
-from prefed.algorithms.base import ALGORITHMS, Algorithm
+from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
 from prefed.algorithms.fedavg import FedAvg, FedAvgM
 from prefed.algorithms.fedopt import FedAdagrad, FedAdam, FedYogi
 from prefed.algorithms.fedprox import FedProx
@@ -12,17 +12,19 @@ from prefed.algorithms.prefedlite import PreFedLite
 from prefed.algorithms.prefedopt import PreFedOpt
 from prefed.algorithms.prefedsync import PreFedSync
 from prefed.algorithms.scaffold import SCAFFOLD
+from prefed.algorithms.sharing import average, derived, keep, reset
 from prefed.codecs import CODECS
+from prefed.core import schedule
+from prefed.core.errors import Diverged, Interrupted, PrefedError
 from prefed.data import DATASETS, SPLITS, FederatedData, Partition
-from prefed.diagnostics import CollapseWarning
-from prefed.engines import ENGINES, EngineWarning
-from prefed.errors import Diverged, Interrupted, PrefedError
+from prefed.experiments.stored_runs import load_runs, to_pandas
 from prefed.models import MODELS
-from prefed.results import load_runs, to_pandas
-from prefed.rules.base import Field, Rule
-from prefed.settings import Settings
-from prefed.sharing import average, derived, keep, reset
-from prefed.simulation import Callback, Result, Simulation, simulate
+from prefed.rules.rule import Field, Rule
+from prefed.training.diagnostics import CollapseWarning
+from prefed.training.engines import ENGINES, EngineWarning
+from prefed.training.observers import Callback
+from prefed.training.run import Result, Run, Simulation, simulate
+from prefed.training.settings import Settings
 
 __all__ = [
     "ALGORITHMS",
@@ -56,6 +58,7 @@ __all__ = [
     "PrefedError",
     "Result",
     "Rule",
+    "Run",
     "Settings",
     "Simulation",
     "average",

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch.optim.optimizer import ParamsT
 
-from prefed.errors import PrefedError
+from prefed.core.errors import PrefedError
 from prefed.rules import Covariance as CovarianceRule
 
 

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 import prefed
-from prefed import draws
+from prefed.core import draws
 from tests.faults.trials import fault
 
 NAMES = ("fedavg", "fedadam", "adaalter", "prefed", "prefedopt", "scaffold")
@@ -87,7 +87,7 @@ def dropped(times: int, rng: random.Random) -> Iterator[str]:
         name = NAMES[trial % len(NAMES)]
         quorum, share = rng.randint(1, 6), 0.9 * trial / max(1, times - 1)
         settings = prefed.Settings(
-            rounds=10, local_steps=1, batch_size=3, device="cpu", seed=trial, dropout=share,
+            rounds=10, local_steps=1, batch_size=3, device="cpu", seed=trial, client_dropout=share,
             quorum=quorum,
         )  # fmt: skip
         torch.manual_seed(trial)

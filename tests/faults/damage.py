@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import prefed
-from prefed.checkpoints import CheckpointWarning
-from prefed.config import Config, load
-from prefed.runs import execute
+from prefed.experiments.checkpoints import CheckpointWarning
+from prefed.experiments.config import Config, load
+from prefed.experiments.run_directory import execute
 from tests.faults.trials import SMALL, checkpoint_every_round, fault, fingerprint, scratch
 
 FILES = ("state.safetensors", "rounds.jsonl", "manifest.json")

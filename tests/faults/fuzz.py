@@ -33,11 +33,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import prefed
-from prefed import checkpoints
-from prefed.runs import RunDirectory
-from tests import official
+from prefed.experiments import checkpoints
+from prefed.experiments.run_directory import RunDirectory
 from tests.faults.damage import stopped
 from tests.faults.trials import call, fault, scratch
+from tests.helpers import official
 
 SECONDS, WAIT = 30, 180
 """More for one input is a hang: of the processor's time, and by the clock on a busy machine."""
@@ -138,7 +138,7 @@ def tables() -> st.SearchStrategy[dict[str, Any]]:
     """A preset with a few values put in, somewhere."""
     places = [
         "rounds", "seed", "clients_per_round", "batch_size", "engine", "workers", "device",
-        "dropout", "quorum", "on_divergence", "evaluate_every", "precision", "weighting",
+        "client_dropout", "quorum", "on_divergence", "evaluate_every", "precision", "weighting",
         "algorithm", "algorithm.name", "algorithm.client_lr", "algorithm.tau", "algorithm.momentum",
         "algorithm.weight_decay", "algorithm.clip_norm", "data", "data.name", "data.split",
         "data.split.name", "data.split.clients", "data.split.alpha", "data.validation", "model",
@@ -355,8 +355,8 @@ def forged(times: int, rng: random.Random) -> Iterator[str]:
         run, folder, files = directory_files(root)
         state = safetensors.torch.load(files["checkpoints/000005/state.safetensors"])
         lines = files["checkpoints/000005/rounds.jsonl"].decode()
-        mark = RunDirectory(root / "run", run.config, is_new=False)
-        mark.close()
+        with RunDirectory.open(root / "run", run.config, resume=True) as mark:
+            pass
         dtypes = st.sampled_from(
             [torch.float32, torch.float64, torch.int64, torch.bool, torch.half]
         )

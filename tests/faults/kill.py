@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from prefed.simulation import Simulation
+from prefed.training.run import Simulation
 from tests.faults.trials import (
     checkpoint_every_round,
     command,

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 import prefed
-from prefed import draws, runs
-from prefed.config import load
-from prefed.data.registry import Dataset, partition
-from prefed.simulation import Record
+from prefed.core import draws
+from prefed.data.dataset import Dataset, partition
+from prefed.experiments import run_directory
+from prefed.experiments.config import load
+from prefed.training.trainer import Record
 from tests.faults.trials import fault, scratch
 
 
@@ -42,7 +43,7 @@ class Watch(prefed.Callback):
 @fault("a thousand rounds: memory and open files", times=3, quick=1, seconds=60)
 def rounds(times: int, rng: random.Random) -> Iterator[str]:
     """With a directory and a checkpoint after every round, in each engine."""
-    runs.SECONDS_BETWEEN = 0.0
+    run_directory.SECONDS_BETWEEN = 0.0
     count = 1000 if times > 1 else 100
     engines = [("sequential", 1), ("vectorised", 1), ("sequential", 2)]
     with scratch() as root:
@@ -51,7 +52,7 @@ def rounds(times: int, rng: random.Random) -> Iterator[str]:
             changes += ["clients_per_round=4", "algorithm=prefed", "evaluate_every=100"]
             config = load("digits-noniid", [*changes, f"engine={engine}", f"workers={workers}"])
             watch = Watch(count)
-            runs.execute(config, root / f"{engine}{workers}", callbacks=[watch])
+            run_directory.execute(config, root / f"{engine}{workers}", callbacks=[watch])
             # A vector has 300 kB: one kept in each round would be 20 MB after a hundred. The
             # history, a kilobyte a round, is meant to grow.
             early, late = watch.seen[2], watch.seen[-1]

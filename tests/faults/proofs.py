@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from tests import official
 from tests.faults.damage import stopped
 from tests.faults.trials import command, fault, scratch, start
+from tests.helpers import official
 
 NETWORK = ("socket.connect", "socket.bind", "socket.getaddrinfo", "socket.gethostbyname",
            "socket.sendto", "urllib.Request", "http.client.connect", "ftplib.connect")  # fmt: skip

@@ -37,100 +37,101 @@ def protection(name: str, by: str, *edits: tuple[str, str, str]) -> Protection:
 PROTECTIONS = [
     protection(
         "kept state is part of a checkpoint", "kill.kept_state",
-        ("simulation.py", '        if clients:\n            tensors["kept', '        if []:\n            tensors["kept'),
+        ("training/local_trainer.py", "        if not clients:\n", "        if True:\n"),
     ),
     protection(
         "lines after the checkpoint are forgotten", "kill.writing",
-        ("runs.py", 'write_whole(self.folder / "rounds.jsonl", saved.rounds)', "pass"),
+        ("experiments/run_directory.py", 'write_whole(self.folder / "rounds.jsonl", saved.rounds)', "pass"),
     ),
     protection(
         "temporary files are removed", "kill.writing",
-        ("files.py", "path.unlink(missing_ok=True)\n\n\ndef lock", "pass\n\n\ndef lock"),
-        ("checkpoints.py", "_new(draft).mkdir(parents=True)",
+        ("core/safe_files.py", "path.unlink(missing_ok=True)\n\n\ndef lock", "pass\n\n\ndef lock"),
+        ("experiments/checkpoints.py", "_new(draft).mkdir(parents=True)",
          'draft = folder / f".draft-{os.getpid()}-{checkpoint.round:06d}"; draft.mkdir(parents=True)'),
-        ("checkpoints.py", "shutil.rmtree(draft, ignore_errors=True)", "pass"),
+        ("experiments/checkpoints.py", "shutil.rmtree(draft, ignore_errors=True)", "pass"),
     ),
     protection(
         "checksum of the files of a checkpoint", "damage.flipped",
-        ("checkpoints.py", 'if _sha256(content) != manifest["sha256"][name]:', "if False:"),
+        ("experiments/checkpoints.py", 'if _sha256(content) != manifest["sha256"][name]:', "if False:"),
     ),
     protection(
         "checksum of the manifest", "damage.flipped",
-        ("checkpoints.py", "if stated != _sha256(_canonical(manifest)):", "if False:"),
+        ("experiments/checkpoints.py", "if stated != _sha256(_canonical(manifest)):", "if False:"),
     ),
     protection(
         "a checkpoint of another run is refused", "damage.swapped",
-        ("checkpoints.py", 'if manifest["run"] != run:', "if False:"),
+        ("experiments/checkpoints.py", 'if manifest["run"] != run:', "if False:"),
     ),
     protection(
         "a checkpoint has the name of its round", "damage.exchanged",
-        ("checkpoints.py", 'if manifest["round"] != int(path.name):', "if False:"),
+        ("experiments/checkpoints.py", 'if manifest["round"] != int(path.name):', "if False:"),
     ),
     protection(
         "the checkpoint before is used", "damage.truncated",
-        ("checkpoints.py", "for path in reversed(_complete(folder)):",
+        ("experiments/checkpoints.py", "for path in reversed(_complete(folder)):",
          "for path in reversed(_complete(folder)[-1:]):"),
     ),
     protection(
         "no silent beginning", "damage.none_left",
-        ("runs.py", "return cls(folder, config, is_new=not existing.exists())",
-         'return cls(folder, config, is_new=not (folder / "checkpoints").exists())'),
+        ("experiments/run_directory.py", "is_new, text = not existing.exists(), ",
+         'is_new, text = not (folder / "checkpoints").exists(), '),
     ),
     protection(
         "the old checkpoint stays until the new one is whole", "disk.full",
-        ("checkpoints.py", "    _new(draft).mkdir(parents=True)",
+        ("experiments/checkpoints.py", "    _new(draft).mkdir(parents=True)",
          "    shutil.rmtree(folder, ignore_errors=True)\n    _new(draft).mkdir(parents=True)"),
     ),
     protection(
         "errors of the disk are told in words", "disk.full",
-        ("runs.py", "        except OSError as error:\n            raise CannotWrite(\n",
+        ("experiments/run_directory.py", "        except OSError as error:\n            raise CannotWrite(\n",
          "        except ZeroDivisionError as error:\n            raise CannotWrite(\n"),
         ("cli/__init__.py", "except OSError as error:", "except ZeroDivisionError as error:"),
     ),
     protection(
         "a directory that cannot be written to is a failed run", "disk.read_only",
-        ("runs.py", "        except OSError as error:\n            raise CannotWrite(f",
+        ("experiments/run_directory.py", "        except OSError as error:\n            raise CannotWrite(f",
          "        except OSError as error:\n            raise PrefedError(f"),
     ),
     protection(
         "a client that is not finite is left out", "clients.not_finite",
-        ("simulation.py", "rest = [client for client in clients if client not in bad]",
+        ("training/local_trainer.py", "rest = [client for client in clients if client not in bad]",
          "rest = clients"),
     ),
     protection(
         "the quorum", "clients.dropped",
-        ("simulation.py", "trained = self.train(answers) if len(answers) >= settings.quorum else None",
-         "trained = self.train(answers) if answers else None"),
-        ("simulation.py", "if trained and trained.clients >= settings.quorum:", "if trained:"),
+        ("training/run.py", "return len(answers) >= self.settings.quorum", "return bool(answers)"),
+        ("training/run.py", "if arrived is not None and arrived.clients >= settings.quorum:",
+         "if arrived is not None:"),
     ),
     protection(
         "updates that are not finite stop the run", "divergence.stop",
-        ("simulation.py", "            if not trained.is_finite:\n", "            if False:\n"),
-        ("simulation.py", "if not self.server.weights.isfinite().all():", "if False:"),
+        ("training/run.py", "            if not arrived.is_finite:\n", "            if False:\n"),
+        ("training/run.py", "            if not self.is_whole:\n", "            if False:\n"),
     ),
     protection(
         "a step of the server's that overflows stops the run", "divergence.stop",
-        ("simulation.py", "if not self.server.weights.isfinite().all():", "if False:"),
+        ("training/run.py", "            if not self.is_whole:\n", "            if False:\n"),
     ),
     protection(
         "the state before the blow-up is saved", "divergence.stop",
-        ("runs.py", "directory.checkpoint(simulation)  # the state before", "pass  # the state before"),
+        ("experiments/run_directory.py", "            self._checkpoint()\n        if len(run.history)",
+         "            pass\n        if len(run.history)"),
     ),
     protection(
         "continue on divergence", "divergence.go_on",
-        ("simulation.py", 'self.settings.on_divergence == "stop"', "True"),
+        ("training/local_trainer.py", 'self.settings.on_divergence == "stop"', "True"),
     ),
     protection(
         "a dead rank is told in words", "workers.rank",
-        ("distributed.py", "except RuntimeError as error:", "except ZeroDivisionError as error:"),
+        ("training/ranks.py", "except RuntimeError as error:", "except ZeroDivisionError as error:"),
     ),
     protection(
         "workers end with their parent", "workers.parent",
-        ("jobs.py", "        os._exit(0)\n", "        return\n"),
+        ("experiments/jobs.py", "        os._exit(0)\n", "        return\n"),
     ),
     protection(
         "jobs of a dead worker go to the others", "workers.job",
-        ("jobs.py", "                return  # the jobs that wait", "                continue  #"),
+        ("experiments/jobs.py", "                return  # the jobs that wait", "                continue  #"),
     ),
     protection(
         "Ctrl-C finishes the round and saves", "workers.run",
@@ -139,32 +140,32 @@ PROTECTIONS = [
     ),
     protection(
         "TOML without end is refused", "fuzz.config_bytes",
-        ("config.py", "    except (ValueError, RecursionError) as error:  # also",
+        ("experiments/config.py", "    except (ValueError, RecursionError) as error:  # also",
          "    except tomllib.TOMLDecodeError as error:  # also"),
     ),
     protection(
         "what cannot be built is told in words", "fuzz.huge",
-        ("config.py", "            except (RuntimeError, TypeError, ValueError) as error:",
+        ("experiments/config.py", "            except (RuntimeError, TypeError, ValueError) as error:",
          "            except ZeroDivisionError as error:"),
     ),
     protection(
-        "records in run directories are checked", "tests/test_hostile.py::test_records_are_checked",
-        ("runs.py", "if not isinstance(record, dict) or any(record.get(key) is None for key in NUMBERS):",
+        "records in run directories are checked", "tests/experiments/test_hostile.py::test_records_are_checked",
+        ("experiments/run_directory.py", "if not isinstance(record, dict) or any(record.get(key) is None for key in NUMBERS):",
          "if False:"),
     ),
     protection(
         "pipes and devices are refused", "fuzz.devices",
-        ("files.py", "if path.exists() and not path.is_file():", "if False:"),
+        ("core/safe_files.py", "if path.exists() and not path.is_file():", "if False:"),
     ),
     protection(
         "saved tensors are compared with the run", "fuzz.forged",
-        ("runs.py", "except (ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:",
+        ("experiments/run_directory.py", "except (ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:",
          "except ZeroDivisionError as error:"),
-        ("simulation.py", "return a.shape == b.shape and a.dtype == b.dtype", "return True"),
+        ("training/trainer.py", "if found is None or found.shape != like.shape or found.dtype != like.dtype:", "if found is None:"),
     ),
     protection(
-        "damaged gzip files are told in words", "tests/test_data_files.py::test_bad_files",
-        ("data/files.py", "except (EOFError, zlib.error, gzip.BadGzipFile, OSError) as error:",
+        "damaged gzip files are told in words", "tests/data/test_data_files.py::test_bad_files",
+        ("data/reading.py", "except (EOFError, zlib.error, gzip.BadGzipFile, OSError) as error:",
          "except ZeroDivisionError as error:"),
     ),
     protection(
@@ -185,7 +186,7 @@ PROTECTIONS = [
     ),
     protection(
         "no network", "proofs.network",
-        ("runs.py", "    git = subprocess.run(",
+        ("experiments/run_directory.py", "    git = subprocess.run(",
          "    import socket\n    socket.getaddrinfo('localhost', 80)\n    git = subprocess.run("),
     ),
     protection(
@@ -194,26 +195,26 @@ PROTECTIONS = [
     ),
     protection(
         "nothing is kept from round to round", "load.rounds",
-        ("simulation.py", "        answers = draws",
+        ("training/run.py", "        answers = draws",
          '        self.__dict__.setdefault("leak", []).append(self.server.weights.clone())\n'
          "        answers = draws"),
     ),
     protection(
         "files are closed", "load.rounds",
-        ("runs.py", "        line = to_json(record)\n",
+        ("experiments/run_directory.py", "        line = to_json(record)\n",
          "        line = to_json(record)\n        os.open(self.folder, os.O_RDONLY)\n"),
     ),
     protection(
         "clients are made when they are needed", "load.clients",
-        ("simulation.py", "        self.kept: dict[int, State] = {}\n",
+        ("training/local_trainer.py", "        self.kept: dict[int, State] = {}\n",
          "        self.kept: dict[int, State] = {}\n"
          "        self.all = [data.client(c) for c in range(min(len(data), 200_000))]\n"),
     ),
     *(
         protection(
             f"deployed: {name}",
-            f"tests/test_flower.py::test_a_refused_update_is_as_if_its_client_were_not_there[{what}]",
-            ("admission.py", condition, "if False:"),
+            f"tests/flower/test_flower.py::test_a_refused_update_is_as_if_its_client_were_not_there[{what}]",
+            ("training/admission.py", condition, "if False:"),
         )
         for name, what, condition in (
             ("values are finite", "nan", "if not (-limit <= low and high <= limit):"),
@@ -225,18 +226,18 @@ PROTECTIONS = [
     ),
     protection(
         "deployed: the sample count is plausible",
-        "tests/test_flower.py::test_a_refused_update_is_as_if_its_client_were_not_there[count]",
-        ("admission.py", "if not _is_int(samples) or not 1 <= samples <= self.largest_count:",
+        "tests/flower/test_flower.py::test_a_refused_update_is_as_if_its_client_were_not_there[count]",
+        ("training/admission.py", "if not _is_int(samples) or not 1 <= samples <= self.largest_count:",
          "if False:"),
-        ("admission.py", "if known is not None and samples != known:", "if False:"),
+        ("training/admission.py", "if known is not None and samples != known:", "if False:"),
     ),
     protection(
-        "deployed: an update counts once", "tests/test_hostile_updates.py::test_twice_is_once",
-        ("admission.py", "if client in self.admitted:", "if False:"),
+        "deployed: an update counts once", "tests/training/test_hostile_updates.py::test_twice_is_once",
+        ("training/admission.py", "if client in self.admitted:", "if False:"),
     ),
     protection(
         "reports escape what users write",
-        "tests/test_report.py::test_it_is_one_small_file_and_escapes_what_users_write",
+        "tests/report/test_report.py::test_it_is_one_small_file_and_escapes_what_users_write",
         ("report/page.py", "autoescape=True", "autoescape=False"),
     ),
 ]  # fmt: skip

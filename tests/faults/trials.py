@@ -22,7 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefed import cli, runs
+from prefed import cli
+from prefed.experiments import run_directory
 
 Trials = Callable[[int, random.Random], Iterator[str]]
 
@@ -174,4 +175,4 @@ def resumed(folder: Path, expected: str, *changes: str) -> str:
 
 
 def checkpoint_every_round() -> None:
-    runs.SECONDS_BETWEEN = 0.0
+    run_directory.SECONDS_BETWEEN = 0.0

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from prefed.algorithms.base import ALGORITHMS, Algorithm
-from prefed.layout import Layout
+from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
+from prefed.algorithms.sharing import Policy, average
+from prefed.core.layout import Layout
+from prefed.core.schedule import Rate
 from prefed.rules import AdaGrad, Field, Rule
-from prefed.rules.base import State
-from prefed.schedule import Rate
-from prefed.sharing import Policy, average
+from prefed.rules.rule import State
 
 
 @ALGORITHMS.register("adaalter")

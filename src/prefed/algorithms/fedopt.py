@@ -6,11 +6,11 @@ from typing import Any
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from prefed.algorithms.base import ALGORITHMS, Algorithm
+from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
 from prefed.algorithms.fedavg import Fraction
+from prefed.core.schedule import Rate
 from prefed.rules import Adam, Rule, Yogi
 from prefed.rules.adam import AdaGradM
-from prefed.schedule import Rate
 
 
 class _FedOpt(Algorithm):

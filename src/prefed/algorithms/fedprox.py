@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pydantic import NonNegativeFloat
 from torch import Tensor
 
-from prefed.algorithms.base import ALGORITHMS, Algorithm
-from prefed.layout import Layout
+from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
+from prefed.core.layout import Layout
+from prefed.core.schedule import Rate
 from prefed.rules import Field, Rule
-from prefed.rules.base import State
-from prefed.schedule import Rate
+from prefed.rules.rule import State
 
 
 @ALGORITHMS.register("fedprox")

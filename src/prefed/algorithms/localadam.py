@@ -4,11 +4,11 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from prefed.algorithms.base import ALGORITHMS, Algorithm
+from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
 from prefed.algorithms.fedavg import Fraction
+from prefed.algorithms.sharing import Policy, average, keep, reset
+from prefed.core.schedule import Rate
 from prefed.rules import Adam, Rule
-from prefed.schedule import Rate
-from prefed.sharing import Policy, average, keep, reset
 
 
 @ALGORITHMS.register("localadam")

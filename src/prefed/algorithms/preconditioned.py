@@ -4,12 +4,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, PositiveFloat, PositiveInt
 
-from prefed.algorithms.base import Algorithm
+from prefed.algorithms.algorithm import Algorithm
 from prefed.algorithms.fedavg import Fraction
-from prefed.errors import PrefedError
+from prefed.core.errors import PrefedError
 from prefed.rules import SHAPES, Covariance
-from prefed.rules.block import Blocks
 from prefed.rules.covariance import Accumulate
+from prefed.rules.covariance_block import Blocks
 
 
 def _known(name: str) -> str:

@@ -5,13 +5,13 @@ from typing import Literal
 from pydantic import PositiveInt, model_validator
 from torch import Tensor
 
-from prefed.algorithms.base import ALGORITHMS
+from prefed.algorithms.algorithm import ALGORITHMS
 from prefed.algorithms.preconditioned import Preconditioned
+from prefed.algorithms.sharing import Policy, average, derived, keep, reset
 from prefed.codecs import CodecName, codec
+from prefed.core.schedule import Rate
 from prefed.rules import Rule
-from prefed.rules.base import State
-from prefed.schedule import Rate
-from prefed.sharing import Policy, average, derived, keep, reset
+from prefed.rules.rule import State
 
 
 @ALGORITHMS.register("prefed")

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from prefed.algorithms.base import ALGORITHMS
+from prefed.algorithms.algorithm import ALGORITHMS
 from prefed.algorithms.prefed import PreFed
 from prefed.codecs import CodecName
 

@@ -4,11 +4,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from prefed.algorithms.base import ALGORITHMS
+from prefed.algorithms.algorithm import ALGORITHMS
 from prefed.algorithms.fedavg import Fraction
 from prefed.algorithms.preconditioned import Preconditioned
+from prefed.core.schedule import Rate
 from prefed.rules import Rule
-from prefed.schedule import Rate
 
 
 @ALGORITHMS.register("prefedopt")

@@ -6,14 +6,14 @@ from typing import ClassVar
 from pydantic import PositiveFloat
 from torch import Tensor
 
-from prefed.algorithms.base import ALGORITHMS, Algorithm
+from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
 from prefed.algorithms.fedavg import Fraction
-from prefed.layout import Layout
+from prefed.algorithms.sharing import Policy, average
+from prefed.core.layout import Layout
+from prefed.core.schedule import Rate
 from prefed.rules import Field, Rule
-from prefed.rules.base import State, accumulate
 from prefed.rules.covariance import Accumulate
-from prefed.schedule import Rate
-from prefed.sharing import Policy, average
+from prefed.rules.rule import State, accumulate
 
 
 @ALGORITHMS.register("prefedsync")

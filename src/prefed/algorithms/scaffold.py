@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from prefed.algorithms.base import ALGORITHMS, Algorithm
-from prefed.layout import Layout
+from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
+from prefed.algorithms.sharing import Policy, average, keep
+from prefed.core.layout import Layout
+from prefed.core.schedule import Rate
 from prefed.rules import Field, Rule
-from prefed.rules.base import State
-from prefed.schedule import Rate
-from prefed.sharing import Policy, average, keep
+from prefed.rules.rule import State
 
 
 @ALGORITHMS.register("scaffold")

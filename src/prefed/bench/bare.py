@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from prefed.bench.workloads import WORKLOADS, Workload
-from prefed.layout import FlatModel
+from prefed.core.layout import FlatModel
 
 LR = 0.05
 

@@ -7,7 +7,18 @@ import sys
 
 import typer
 
-from prefed.cli import bench, compare, data, deploy, report, run, show, study, sweep, theory
+from prefed.cli import (
+    bench_command,
+    compare_command,
+    data_command,
+    deploy_command,
+    report_command,
+    run_command,
+    show_command,
+    study_command,
+    sweep_command,
+    theory_command,
+)
 
 app = typer.Typer(
     help="Adaptive and preconditioned federated optimisation.",
@@ -16,13 +27,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for module in (run, compare, sweep, study, report, show, data, theory, deploy, bench):
+for module in (
+    run_command, compare_command, sweep_command, study_command, report_command,
+    show_command, data_command, theory_command, deploy_command, bench_command,
+):  # fmt: skip
     module.add_to(app)
 
 
 def main() -> None:
     """Exit codes: 0 done, 2 bad usage or config, 1 a run that failed, 130 interrupted."""
-    from prefed.errors import CannotWrite, Diverged, Interrupted, PrefedError, RankLost, RunFailed
+    from prefed.core.errors import (
+        CannotWrite,
+        Diverged,
+        Interrupted,
+        PrefedError,
+        RankLost,
+        RunFailed,
+    )
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that everything is closed
     try:

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from prefed.cli.progress import describe
-from prefed.experiments import Planned
+from prefed.experiments.measures import describe
+from prefed.experiments.plans import Planned
 
 ROWS = 24
 """Rows of the live table: what is running comes first."""

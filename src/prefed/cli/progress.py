@@ -18,23 +18,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from prefed.simulation import Callback
+from prefed.core.safe_files import to_json
+from prefed.experiments.measures import describe
+from prefed.training.observers import Callback
+from prefed.training.run import Result
 
 
-def describe(record: dict[str, Any]) -> str:
-    """Loss and accuracy of a round, in words; without labels, the loss on the test set."""
-    loss, accuracy, test = (record[k] for k in ("train_loss", "test_accuracy", "test_loss"))
-    if record.get("skipped"):
-        text = "too few answers"
-    else:
-        text = f"loss {loss:.4f}" if loss is not None else "loss not finite"
-    if accuracy is not None:
-        return f"{text}  accuracy {accuracy:.1%}"
-    return text if test is None else f"{text}  test loss {test:.4g}"
-
-
-class Bar:
-    """A bar on a terminal, if it is wanted; `with` shows and removes it."""
+class Bar(Callback):
+    """A bar on a terminal, if it is wanted, while a `with` or a run lasts."""
 
     def __init__(self, total: int, quiet: bool, *columns: ProgressColumn) -> None:
         self.quiet = quiet
@@ -45,16 +36,25 @@ class Bar:
             self._task = self._progress.add_task("", total=total)
 
     def __enter__(self) -> Self:
-        if self._progress is not None:
-            self._progress.start()
+        self.on_start({})
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.on_stop("")
+
+    def on_start(self, config: dict[str, Any]) -> None:
+        if self._progress is not None:
+            self._progress.start()
+
+    def on_stop(self, reason: str) -> None:
         if self._progress is not None:
             self._progress.stop()
 
+    def on_end(self, result: Result) -> None:
+        self.on_stop("")
 
-class RoundBar(Bar, Callback):
+
+class RoundBar(Bar):
     """The rounds of one run: a bar on a terminal, a plain line for each elsewhere."""
 
     def __init__(self, rounds: int, quiet: bool) -> None:
@@ -98,8 +98,6 @@ class JsonLines(RoundBar):
         super().__init__(0, quiet=True)
 
     def on_round(self, record: dict[str, Any]) -> None:
-        from prefed.files import to_json
-
         print(to_json(record), flush=True)
 
 

@@ -7,9 +7,9 @@ import math
 from rich import box
 from rich.table import Table
 
-from prefed.measures import measure
-from prefed.summary import Group, headings
-from prefed.sweep import Scored
+from prefed.experiments.measures import measure
+from prefed.experiments.ranking import Group, headings
+from prefed.experiments.sweep import Scored
 
 
 def ranking(groups: list[Group], target: float) -> Table:

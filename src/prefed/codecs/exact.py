@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from prefed.codecs.base import CODECS, Codec, Form, Noise, Parts
-from prefed.layout import Layout
+from prefed.codecs.codec import CODECS, Codec, Form, Noise, Parts
+from prefed.core.layout import Layout
 
 
 @CODECS.register("exact")

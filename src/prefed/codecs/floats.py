@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prefed.codecs.base import (
+from prefed.codecs.codec import (
     CODECS,
     HUGE,
     TINY,
@@ -24,7 +24,7 @@ from prefed.codecs.base import (
     uniform,
     vector,
 )
-from prefed.layout import Layout
+from prefed.core.layout import Layout
 
 
 @CODECS.register("float32")

@@ -11,8 +11,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from prefed.codecs.base import CODECS, Codec, Form, Noise, Parts, vector
-from prefed.layout import Entry, Layout
+from prefed.codecs.codec import CODECS, Codec, Form, Noise, Parts, vector
+from prefed.core.layout import Entry, Layout
 
 
 class Means(Codec):

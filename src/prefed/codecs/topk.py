@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prefed.codecs.base import CODECS, Codec, Form, Noise, Parts, vector
-from prefed.errors import PrefedError
-from prefed.layout import Layout
+from prefed.codecs.codec import CODECS, Codec, Form, Noise, Parts, vector
+from prefed.core.errors import PrefedError
+from prefed.core.layout import Layout
 
 
 @CODECS.register("topk")

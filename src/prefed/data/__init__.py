@@ -1,6 +1,6 @@
 """Data split over clients."""
 
+from prefed.data.dataset import DATASETS, SPLITS
 from prefed.data.federated import FederatedData, Partition, Samples
-from prefed.data.registry import DATASETS, SPLITS
 
 __all__ = ["DATASETS", "SPLITS", "FederatedData", "Partition", "Samples"]

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from prefed.data import files
+from prefed.core.errors import PrefedError
+from prefed.data import reading
 from prefed.data.cifar_pickle import read_pickle
+from prefed.data.dataset import DATASETS, Dataset
 from prefed.data.images import CropAndFlip, Normalise
-from prefed.data.registry import DATASETS, Dataset
-from prefed.errors import PrefedError
 
 PIXELS = 3 * 32 * 32
 Array = np.ndarray[Any, Any]
@@ -88,7 +88,7 @@ def _load(
     augment: bool,
     complete: bool,
 ) -> Dataset:
-    layout, folder = _locate(name, layouts, files.root(path))
+    layout, folder = _locate(name, layouts, reading.root(path))
     limits = (classes,) if len(label_keys) == 1 else (20, classes)
     read = _read_pickled if layout.pickled else _read_binary
     sizes = (layout.records, 10_000)
@@ -97,7 +97,7 @@ def _load(
         pieces = []
         for n in names:
             if not (folder / n).is_file():
-                raise PrefedError(str(files.missing(name, n, folder)))
+                raise PrefedError(str(reading.missing(name, n, folder)))
             pieces.append(read(folder / n, label_keys, limits, count if complete else None))
         x = np.concatenate([x for x, _ in pieces]).reshape(-1, 3, 32, 32)  # the only copy
         labels = np.concatenate([y for _, y in pieces]).astype(np.int64)
@@ -115,7 +115,7 @@ def _locate(name: str, layouts: tuple[Layout, ...], root: Path) -> tuple[Layout,
         for folder in (root / layout.folder, root / name / layout.folder, root):
             if (folder / layout.test).is_file() or (folder / layout.train[0]).is_file():
                 return layout, folder
-    raise files.missing(name, " or ".join(layout.folder for layout in layouts), root)
+    raise reading.missing(name, " or ".join(layout.folder for layout in layouts), root)
 
 
 def _read_binary(
@@ -128,7 +128,7 @@ def _read_binary(
     if size % width or size == 0:
         whole = size // width
         text = f"the file ends here, inside record {whole} (a record has {width} bytes)"
-        raise files.wrong(path, size, text)
+        raise reading.wrong(path, size, text)
     _check_count(path, size, size // width, count)
     records = np.fromfile(path, np.uint8).reshape(-1, width)
     labels = records[:, : len(limits)].copy()
@@ -142,18 +142,18 @@ def _read_pickled(
     content = read_pickle(path)
     size = path.stat().st_size
     if not isinstance(content, dict):
-        raise files.wrong(path, 0, "it should hold a dictionary")
+        raise reading.wrong(path, 0, "it should hold a dictionary")
     pixels = content.get(b"data")
     if not isinstance(pixels, np.ndarray) or pixels.ndim != 2 or pixels.shape[1] != PIXELS:
-        raise files.wrong(path, 0, f'"data" should be an array of rows of {PIXELS} bytes')
+        raise reading.wrong(path, 0, f'"data" should be an array of rows of {PIXELS} bytes')
     columns = []
     for key in label_keys:
         column = content.get(key)
         if not isinstance(column, list) or not all(type(label) is int for label in column):
-            raise files.wrong(path, 0, f'"{key.decode()}" should be a list of whole numbers')
+            raise reading.wrong(path, 0, f'"{key.decode()}" should be a list of whole numbers')
         if len(column) != len(pixels):
             text = f'"{key.decode()}" has {len(column)} entries for {len(pixels)} images'
-            raise files.wrong(path, 0, text)
+            raise reading.wrong(path, 0, text)
         columns.append(np.array([min(max(label, -1), 1 << 20) for label in column], np.int64))
     _check_count(path, size, len(pixels), count)
     labels = np.stack(columns, axis=1)
@@ -163,10 +163,10 @@ def _read_pickled(
 
 def _check_count(path: Path, offset: int, found: int, count: int | None) -> None:
     if found == 0:
-        raise files.wrong(path, offset, "it holds no images")
+        raise reading.wrong(path, offset, "it holds no images")
     if count is not None and found != count:
         text = f"it holds {found} images, the official file {count}; set data.complete = false "
-        raise files.wrong(path, offset, text + "if that is meant")
+        raise reading.wrong(path, offset, text + "if that is meant")
 
 
 def _check_labels(path: Path, labels: Array, limits: tuple[int, ...], width: int | None) -> None:
@@ -175,4 +175,4 @@ def _check_labels(path: Path, labels: Array, limits: tuple[int, ...], width: int
         record, column = np.argwhere(bad)[0]
         offset = 0 if width is None else int(record) * width + int(column)
         text = f"image {record} has the label {labels[record, column]}, not one of 0 to "
-        raise files.wrong(path, offset, text + str(limits[column] - 1))
+        raise reading.wrong(path, offset, text + str(limits[column] - 1))

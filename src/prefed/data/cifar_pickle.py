@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from prefed.data import files
-from prefed.errors import PrefedError
+from prefed.core.errors import PrefedError
+from prefed.data import reading
 
 MARK = object()
 RECONSTRUCT = {
@@ -90,7 +90,7 @@ def read_pickle(path: Path) -> Any:
         text = (
             str(error) if isinstance(error, _Refused) else f"not a pickle of this format: {error}"
         )
-        raise files.wrong(path, position, text) from None
+        raise reading.wrong(path, position, text) from None
     except OSError as error:
         raise PrefedError(f"{path}: cannot be read: {error}") from None
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from prefed.core.errors import PrefedError
+from prefed.core.losses import are_labels
+from prefed.data.dataset import DATASETS, Dataset
 from prefed.data.federated import FederatedData, Partition
-from prefed.data.files import Missing
 from prefed.data.own import read_npz
-from prefed.data.registry import DATASETS, Dataset
-from prefed.errors import PrefedError
-from prefed.losses import are_labels
+from prefed.data.reading import Missing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefed import draws
-from prefed.data.registry import DATASETS, Dataset
+from prefed.core import draws
+from prefed.data.dataset import DATASETS, Dataset
 
 LARGEST = 16
 """Value of a pixel."""

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from prefed.data.files import BOMB
+from prefed.core.errors import PrefedError
+from prefed.data.reading import BOMB
 from prefed.data.sources import File, Source
-from prefed.errors import PrefedError
 
 Progress = Callable[[str, int, int | None], None]
 """(file name, bytes so far, bytes in all or None)"""

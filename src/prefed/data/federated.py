@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefed.errors import PrefedError
-from prefed.losses import are_labels
+from prefed.core.errors import PrefedError
+from prefed.core.losses import are_labels
 
 Transform = Callable[[Tensor], Tensor]
 Augment = Callable[[Tensor, np.random.Generator], Tensor]

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from prefed.data import files
+from prefed.core.errors import PrefedError
+from prefed.data import reading
+from prefed.data.dataset import DATASETS, Dataset
 from prefed.data.images import CropAndFlip, Normalise
-from prefed.data.registry import DATASETS, Dataset
-from prefed.errors import PrefedError
 
 Array = np.ndarray[Any, Any]
 Part = Literal["balanced", "byclass", "bymerge", "digits", "letters", "mnist"]
@@ -65,7 +65,7 @@ def emnist(path: str | None = None, part: Part = "balanced") -> Dataset:
     names = [f"emnist-{part}-{s}-{kind}" for s in ("train", "test") for kind in KINDS]
     letters = part == "letters"  # counted from 1 in the files
     x, y, test_x, test_y = _read(
-        "emnist", files.root(path), names, None, EMNIST_CLASSES[part], letters
+        "emnist", reading.root(path), names, None, EMNIST_CLASSES[part], letters
     )
     upright = [torch.from_numpy(a.transpose(0, 2, 1).copy()).unsqueeze(1) for a in (x, test_x)]
     targets = [torch.from_numpy(a.astype(np.int64) - letters) for a in (y, test_y)]
@@ -82,7 +82,7 @@ def _like_mnist(
 ) -> Dataset:
     names = [f"{part}-{kind}" for part in ("train", "t10k") for kind in KINDS]
     counts = (60_000, 10_000) if complete else None
-    arrays = _read(name, files.root(path), names, counts, 10, False)
+    arrays = _read(name, reading.root(path), names, counts, 10, False)
     x, y, test_x, test_y = (torch.from_numpy(a) for a in arrays)
     normalise, change = Normalise((mean,), (std,)), CropAndFlip() if augment else None
     test = (test_x.unsqueeze(1), test_y.long())
@@ -103,8 +103,8 @@ def _read(
         places = [file, f"{file}.gz", f"gzip/{file}", f"gzip/{file}.gz"]
         places += [p.replace("-idx", ".idx") for p in places]  # as some copies of MNIST have it
         try:
-            found.append(files.find(name, root, places))
-        except files.Missing as error:
+            found.append(reading.find(name, root, places))
+        except reading.Missing as error:
             if found:  # some of them are there
                 raise PrefedError(str(error)) from None
             raise
@@ -115,12 +115,12 @@ def _read(
         labels = read_idx(found[pair + 1], (count,), EMNIST_IMAGES)
         if len(images) != len(labels):
             text = f"{len(labels)} labels for the {len(images)} images in {found[pair].name}"
-            raise files.wrong(found[pair + 1], 4, text)
+            raise reading.wrong(found[pair + 1], 4, text)
         low = int(from_one)
         bad = np.flatnonzero((labels < low) | (labels >= low + classes))
         if len(bad):
             text = f"the label {labels[bad[0]]}, not one of {low} to {low + classes - 1}"
-            raise files.wrong(found[pair + 1], 8 + int(bad[0]), text)
+            raise reading.wrong(found[pair + 1], 8 + int(bad[0]), text)
         arrays += [images, labels]
     return arrays
 
@@ -128,23 +128,23 @@ def _read(
 def read_idx(path: Path, shape: tuple[int | None, ...], most: int) -> Array:
     """The array of bytes in an IDX file, plain or gzip. Sizes given as None are up to the file,
     the first of them at most `most`. Offsets count the bytes after unpacking."""
-    with files.open_plain_or_gzip(path) as file:
+    with reading.open_plain_or_gzip(path) as file:
         head = bytearray(4 + 4 * len(shape))
-        files.read_exactly(path, file, 0, memoryview(head)[:4])
+        reading.read_exactly(path, file, 0, memoryview(head)[:4])
         if head[:4] != bytes([0, 0, 8, len(shape)]):
             text = f"the magic number is {head[:4].hex()}, not 000008{len(shape):02x}"
-            raise files.wrong(path, 0, f"{text} (bytes in {len(shape)} dimensions)")
-        files.read_exactly(path, file, 4, memoryview(head)[4:])
+            raise reading.wrong(path, 0, f"{text} (bytes in {len(shape)} dimensions)")
+        reading.read_exactly(path, file, 4, memoryview(head)[4:])
         found = struct.unpack(f">{len(shape)}I", head[4:])
         for k, (size, wanted) in enumerate(zip(found, shape, strict=True)):
             if wanted is not None and size != wanted:
                 hint = "; set data.complete = false if that is meant" if k == 0 else ""
                 text = f"dimension {k} has size {size}, the official file {wanted}{hint}"
-                raise files.wrong(path, 4 + 4 * k, text)
+                raise reading.wrong(path, 4 + 4 * k, text)
             if size == 0 or size > most:
-                raise files.wrong(path, 4 + 4 * k, f"dimension {k} cannot have size {size}")
-        files.refuse_bomb(path, 4, prod(found))
+                raise reading.wrong(path, 4 + 4 * k, f"dimension {k} cannot have size {size}")
+        reading.refuse_bomb(path, 4, prod(found))
         array = np.empty(found, np.uint8)
-        files.read_exactly(path, file, len(head), array.data.cast("B"))
-        files.read_end(path, file, len(head) + array.size)
+        reading.read_exactly(path, file, len(head), array.data.cast("B"))
+        reading.read_end(path, file, len(head) + array.size)
     return array

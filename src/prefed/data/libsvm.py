@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefed import draws
-from prefed.data import files
-from prefed.data.registry import DATASETS, Dataset
-from prefed.errors import PrefedError
+from prefed.core import draws
+from prefed.core.errors import PrefedError
+from prefed.data import reading
+from prefed.data.dataset import DATASETS, Dataset
 
 Array = np.ndarray[Any, Any]
 
@@ -51,10 +51,10 @@ def libsvm(path: str, features: int, test_path: str | None = None, test: float =
 
 
 def _official(name: str, path: str | None, features: int, train: int, test: int) -> Dataset:
-    root = files.root(path)
-    x, labels = read_libsvm(files.find(name, root, [name, f"{name}.txt"]), features, train)
+    root = reading.root(path)
+    x, labels = read_libsvm(reading.find(name, root, [name, f"{name}.txt"]), features, train)
     test_x, test_labels = read_libsvm(
-        files.find(name, root, [f"{name}.t", f"{name}.t.txt"]), features, test
+        reading.find(name, root, [f"{name}.t", f"{name}.t.txt"]), features, test
     )
     return _dataset(x, labels, test_x, test_labels)
 
@@ -81,13 +81,13 @@ def read_libsvm(path: Path, features: int, most: int | None) -> tuple[Array, Arr
                 if words := line.partition(b"#")[0].split():
                     if most is not None and len(labels) >= most:
                         text = f"more than the {most} samples of the official file"
-                        raise files.wrong(path, offset, text)
+                        raise reading.wrong(path, offset, text)
                     _line(path, offset, words, features, len(labels), rows, columns, values, labels)
                 offset += len(line)
     except OSError as error:
         raise PrefedError(f"{path}: cannot be read: {error}") from None
     if not labels:
-        raise files.wrong(path, offset, "it holds no samples")
+        raise reading.wrong(path, offset, "it holds no samples")
     given = np.frombuffer(values, np.float32) if values else np.zeros(0, np.float32)
     whole = bool(((given == np.round(given)) & (given >= 0) & (given <= 255)).all())
     x = np.zeros((len(labels), features), np.uint8 if whole else np.float32)
@@ -109,7 +109,7 @@ def _line(
     last = 0
 
     def refuse(text: str) -> NoReturn:
-        raise files.wrong(path, offset, f"line {row + 1}: {text}")
+        raise reading.wrong(path, offset, f"line {row + 1}: {text}")
 
     label = _number(words[0])
     if label is None:

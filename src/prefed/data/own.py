@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from numpy.lib import format as npy
 
-from prefed import draws
-from prefed.data import files
+from prefed.core import draws
+from prefed.core.errors import PrefedError
+from prefed.data import reading
+from prefed.data.dataset import DATASETS, Dataset
 from prefed.data.images import CropAndFlip
-from prefed.data.registry import DATASETS, Dataset
-from prefed.errors import PrefedError
 
 Array = np.ndarray[Any, Any]
 
@@ -112,20 +112,20 @@ def read_npz(path: Path) -> dict[str, Array]:
             arrays = {}
             for info in archive.infolist():
                 if not info.filename.endswith(".npy"):
-                    raise files.wrong(path, info.header_offset, f"{info.filename} is no array")
+                    raise reading.wrong(path, info.header_offset, f"{info.filename} is no array")
                 if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                     text = f"{info.filename} is not compressed as numpy does it"
-                    raise files.wrong(path, info.header_offset, text)
-                files.refuse_bomb(path, info.header_offset, info.file_size)
+                    raise reading.wrong(path, info.header_offset, text)
+                reading.refuse_bomb(path, info.header_offset, info.file_size)
                 with archive.open(info) as member:
                     arrays[info.filename[:-4]] = _read_npy(path, info, member)
             return arrays
     except (
         zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, NotImplementedError, RuntimeError
     ) as error:  # fmt: skip
-        raise files.wrong(path, 0, f"not a readable .npz file: {error}") from None
+        raise reading.wrong(path, 0, f"not a readable .npz file: {error}") from None
     except EOFError:
-        raise files.wrong(path, path.stat().st_size, "the file ends too early") from None
+        raise reading.wrong(path, path.stat().st_size, "the file ends too early") from None
     except OSError as error:
         raise PrefedError(f"{path}: cannot be read: {error}") from None
 
@@ -137,14 +137,14 @@ def _read_npy(path: Path, info: zipfile.ZipInfo, member: IO[bytes]) -> Array:
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, fortran, dtype = read(member)
     except Exception as error:  # numpy reads the header as Python, which may fail in any way
-        raise files.wrong(path, info.header_offset, f"{where}not an array: {error}") from None
+        raise reading.wrong(path, info.header_offset, f"{where}not an array: {error}") from None
     if dtype.hasobject or dtype.kind not in "biufU":
         text = f"{where}arrays of {dtype} are not read; use numbers or strings"
-        raise files.wrong(path, info.header_offset, text)
+        raise reading.wrong(path, info.header_offset, text)
     size = math.prod(shape) * dtype.itemsize
     if size != info.file_size - member.tell():
         text = f"{where}an array {shape} of {dtype} has {size} bytes, not "
-        raise files.wrong(path, info.header_offset, text + str(info.file_size - member.tell()))
+        raise reading.wrong(path, info.header_offset, text + str(info.file_size - member.tell()))
     content = bytearray(size)
-    files.read_exactly(path, member, member.tell(), memoryview(content))
+    reading.read_exactly(path, member, member.tell(), memoryview(content))
     return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")

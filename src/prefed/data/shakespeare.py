@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from prefed.data import files
-from prefed.data.registry import DATASETS, Dataset
-from prefed.errors import PrefedError
+from prefed.core.errors import PrefedError
+from prefed.data import reading
+from prefed.data.dataset import DATASETS, Dataset
 
 Array = np.ndarray[Any, Any]
 
@@ -28,22 +28,22 @@ def shakespeare(path: str | None = None, length: int = 80, test: float = 0.2) ->
     """
     if length < 1 or not 0 < test < 1:
         raise PrefedError("data: length should be at least 1, and test between 0 and 1")
-    where = files.root(path)
+    where = reading.root(path)
     if not where.is_file():
-        where = files.find("shakespeare", where, ["shakespeare.txt", "input.txt"])
+        where = reading.find("shakespeare", where, ["shakespeare.txt", "input.txt"])
     try:
         text = where.read_bytes().decode()
     except UnicodeDecodeError as error:
-        raise files.wrong(where, error.start, "not UTF-8 text") from None
+        raise reading.wrong(where, error.start, "not UTF-8 text") from None
     except OSError as error:
         raise PrefedError(f"{where}: cannot be read: {error}") from None
     text = text.replace("\r\n", "\n")
     speakers = {name: lines for name, lines in speeches(text).items() if len(lines) >= 2}
     if not speakers:
-        raise files.wrong(where, 0, 'no speaker with two speeches ("NAME:" on a line, then text)')
+        raise reading.wrong(where, 0, 'no speaker with two speeches ("NAME:" on a line, then text)')
     alphabet = sorted({*"".join("".join(lines) for lines in speakers.values()), "\n"})
     if len(alphabet) > 256:
-        raise files.wrong(
+        raise reading.wrong(
             where, 0, f"{len(alphabet)} different characters; at most 256 can be used"
         )
     codes = {character: code for code, character in enumerate(alphabet)}

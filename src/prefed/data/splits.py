@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from prefed.core.errors import PrefedError
+from prefed.data.dataset import SPLITS
 from prefed.data.federated import Parts
-from prefed.data.registry import SPLITS
-from prefed.errors import PrefedError
 
 Labels = np.ndarray[Any, Any]
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from prefed import draws
-from prefed.data.registry import DATASETS, Dataset
-from prefed.errors import PrefedError
+from prefed.core import draws
+from prefed.core.errors import PrefedError
+from prefed.data.dataset import DATASETS, Dataset
 
 FEATURES, CLASSES = 60, 10
 

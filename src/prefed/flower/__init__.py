@@ -13,17 +13,17 @@ import importlib
 import importlib.util
 from typing import Any
 
-from prefed.errors import PrefedError
+from prefed.core.errors import PrefedError
 
 HOME = {
     "client_app": "prefed.flower.client",
     "server_app": "prefed.flower.server",
     "Strategy": "prefed.flower.strategy",
     "CentralDP": "prefed.flower.privacy",
-    "local_train": "prefed.flower.helpers",
-    "load_state": "prefed.flower.helpers",
-    "state_record": "prefed.flower.helpers",
-    "tell_partition": "prefed.flower.helpers",
+    "local_train": "prefed.flower.stock_client",
+    "load_state": "prefed.flower.stock_client",
+    "state_record": "prefed.flower.stock_client",
+    "tell_partition": "prefed.flower.stock_client",
 }
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from prefed.errors import PrefedError
+from prefed.core.errors import PrefedError
 from prefed.flower import protocol as p
 
 if TYPE_CHECKING:
@@ -54,25 +54,25 @@ def _place(context: Context) -> tuple[int, int]:
 
 def _train(text: str, own: OwnData | None, asked: RecordDict, context: Context) -> RecordDict:
     # torch is loaded here: a query is answered without it.
-    from prefed.admission import Spec, broadcast
-    from prefed.config import load
-    from prefed.engines.sequential import Sequential
-    from prefed.exchange import upload
-    from prefed.flower.kept import KeptState, state_directory
+    from prefed.experiments.config import load
+    from prefed.flower.kept_state import KeptState, state_directory
     from prefed.flower.wire import pack_message, unpack
-    from prefed.round import Server, first_kept
+    from prefed.training.admission import Spec, broadcast
+    from prefed.training.engines.sequential import Sequential
+    from prefed.training.messages import upload
+    from prefed.training.round import Server, first_kept
 
     ask = p.Ask.read(asked.get(p.ASK))
     if ask.config != p.fingerprint(text):
         raise PrefedError("the server runs another config than this node's app holds")
     partition, partitions = _place(context)
 
-    simulation = load(tomllib.loads(text)).make_simulation()
-    algorithm, task = simulation.algorithm, simulation.task
+    run = load(tomllib.loads(text)).make_run()
+    algorithm, task, data = run.algorithm, run.task, run.data
     if own is not None:
-        simulation.data = _own_data(simulation.data, own(context))
+        data = _own_data(data, own(context))
     layout = task.flat.layout
-    state = unpack(asked[p.SERVER], broadcast(algorithm, simulation.server))
+    state = unpack(asked[p.SERVER], broadcast(algorithm, run.server))
     state = {name: value.to(task.device) for name, value in state.items()}
     weights, buffers = state.pop("weights"), state.pop("buffers")
     server = Server(ask.round, weights, buffers, {}, state, layout)
@@ -80,7 +80,7 @@ def _train(text: str, own: OwnData | None, asked: RecordDict, context: Context) 
     keeps = first_kept(algorithm, layout, weights)
     specs = {n: Spec(tuple(v.shape), v.dtype) for n, v in keeps.items()}
     store = KeptState(state_directory(dict(context.node_config)), ask.run)
-    engine = Sequential(task, simulation.data, simulation.settings)
+    engine = Sequential(task, data, run.settings)
     reply = RecordDict()
     for client, last in zip(ask.clients, ask.after, strict=True):
         if p.hosted(client, partitions) != partition:
@@ -88,8 +88,7 @@ def _train(text: str, own: OwnData | None, asked: RecordDict, context: Context) 
         began = store.read(client, last, specs) if keeps else None
         kept = {} if began is None else {client: {n: v.to(task.device) for n, v in began.items()}}
         update = engine.update(algorithm, server, [client], kept)
-        seed = simulation.settings.seed
-        message, stays = upload(algorithm, server, update, [client], kept, seed)
+        message, stays = upload(algorithm, server, update, [client], kept, run.settings.seed)
         if keeps:
             store.write(client, ask.round, {n: v[0] for n, v in stays.items()})
         reply[p.update_key(client)] = pack_message(message)
@@ -97,7 +96,7 @@ def _train(text: str, own: OwnData | None, asked: RecordDict, context: Context) 
             {
                 p.CLIENT: client,
                 p.ROUND: ask.round,
-                p.SAMPLES: len(simulation.data.client(client)),
+                p.SAMPLES: len(data.client(client)),
                 p.LOSS: float(update.losses[0]),
                 p.AFTER: last if began is not None else -1,
             }
@@ -107,8 +106,8 @@ def _train(text: str, own: OwnData | None, asked: RecordDict, context: Context) 
 
 def _own_data(data: FederatedData, samples: Any) -> FederatedData:
     """The config's data with this node's samples in place of every client's."""
+    from prefed.core.losses import are_labels
     from prefed.data import FederatedData
-    from prefed.losses import are_labels
 
     class Own:
         def __len__(self) -> int:

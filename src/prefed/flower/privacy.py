@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from prefed.errors import PrefedError
+from prefed.core.errors import PrefedError
 
 if TYPE_CHECKING:
     from flwr.supercore.privacy_accounting import GaussianPrivacyEvent, PrivacyAccountant

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from prefed.errors import PrefedError
+from prefed.core.errors import PrefedError
 
 SERVER = "server"
 """ArrayRecord: the global state, as `Server.broadcast` names it."""

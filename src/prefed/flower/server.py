@@ -1,17 +1,19 @@
-"""The ServerApp of a deployed config: the run that simulation has, with its cohorts elsewhere."""
+"""The ServerApp of a deployed config: the run that simulation has, with its clients elsewhere."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import threading
 import time
 import tomllib
+from collections.abc import Sequence
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from flwr.app import (
@@ -27,23 +29,27 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
 from torch import Tensor
 
-from prefed.admission import Admission, Arrived, Refused, expected
 from prefed.algorithms import Algorithm
-from prefed.cli.progress import describe
-from prefed.config import load
-from prefed.engines.auto import Choice
-from prefed.errors import Diverged, PrefedError, RunFailed
-from prefed.files import write_whole
+from prefed.core.errors import Diverged, PrefedError, RunFailed
+from prefed.core.safe_files import write_whole
+from prefed.data import FederatedData
+from prefed.experiments.config import load
+from prefed.experiments.measures import describe
+from prefed.experiments.run_directory import execute
 from prefed.flower import protocol as p
-from prefed.flower.exchange import exchange
-from prefed.flower.gather import Gathering
-from prefed.flower.kept import NEVER
-from prefed.flower.nodes import Nodes
-from prefed.flower.options import Options
+from prefed.flower.arrivals import Arrivals
+from prefed.flower.deployment_options import Options
+from prefed.flower.kept_state import NEVER
+from prefed.flower.nodes import Nodes, Partitions
+from prefed.flower.replies import exchange
 from prefed.flower.wire import pack, unpack_message
-from prefed.round import Server, traffic
-from prefed.runs import execute
-from prefed.simulation import Callback, Record, Simulation, Trained
+from prefed.training.admission import Admission, Refused, UntrustedUpdate, expected
+from prefed.training.observers import Callback
+from prefed.training.round import Server, first_kept, traffic
+from prefed.training.run import Run
+from prefed.training.settings import Settings
+from prefed.training.task import Task
+from prefed.training.trainer import Arrived, Record, Trainer
 
 GRACE = 10.0
 """Seconds to save and end in, after the process that started this one is gone."""
@@ -51,103 +57,134 @@ END = ".end.json"
 """How a run ended that did not get to its last round, for whoever started it."""
 
 
-class Deployment(Simulation):
-    """A run whose clients live on Flower's nodes. What they keep stays there."""
+class FlowerTrainer(Trainer):
+    """Clients that live on Flower's nodes. What they keep stays there."""
 
-    save_every_round: ClassVar[bool] = True
+    engine = "flower x 1"
 
     def __init__(
-        self, *parts: Any, grid: Grid, config: str, options: Options, own_data: bool
+        self,
+        algorithm: Algorithm,
+        task: Task,
+        data: FederatedData,
+        settings: Settings,
+        *,
+        grid: Grid,
+        config: str,
+        options: Options,
+        own_data: bool,
     ) -> None:
-        super().__init__(*parts)
-        if self.algorithm.client_rule().lockstep:
+        if algorithm.client_rule().lockstep:
             raise PrefedError(
-                f"{type(self.algorithm).__name__}: its clients meet in every local step, which "
+                f"{type(algorithm).__name__}: its clients meet in every local step, which "
                 f"would take a message per step; it runs in simulation only"
             )
-        self.options, self.config = options, config
-        self.own_data = own_data
+        self.algorithm, self.task, self.data, self.settings = algorithm, task, data, settings
+        self.grid, self.config, self.options, self.own_data = grid, config, options, own_data
+        self.keeps = bool(first_kept(algorithm, task.flat.layout, task.flat.weights))
         self.run = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8)
         """The name that nodes file kept state under: the same after a resume."""
-        self.after = torch.full((len(self.data),), NEVER, dtype=torch.int64)
+        self.after = torch.full((len(data),), NEVER, dtype=torch.int64)
         """The round that each client last took part in: nodes go on from what they kept then."""
-        self.nodes = Nodes(grid, p.fingerprint(config), len(self.data))
-        self.grid = grid
+        self.partitions = Partitions(p.fingerprint(config), len(data))
+        self.nodes = Nodes(self.partitions.identify)
+        self.admitted: list[int] = []
+        """The clients in the mean of the newest round."""
 
-    def prepare(self) -> None:
-        self.choice = Choice("flower", 1)
-        self.nodes.wait(range(len(self.data)), self.options.join_seconds)
+    def prepare(self, run: Run) -> None:
+        self._wait(range(len(self.data)))
+        there, count = len(self.nodes.nodes), self.partitions.count or "?"
+        log(INFO, "%d of %s partitions have a node", there, count)
 
-    def snapshot(self) -> dict[str, Tensor]:
-        return super().snapshot() | {"deployed.run": self.run, "deployed.after": self.after}
-
-    def train(self, cohort: list[int]) -> Trained:
-        server, settings, options = self.server, self.settings, self.options
-        specs = expected(self.algorithm, server)
-        samples = {} if self.own_data else {c: len(self.data.client(c)) for c in cohort}
-        admission = Admission(
-            specs, server.round, cohort, samples=samples, norm_cap=options.norm_cap
+    def _wait(self, clients: Sequence[int]) -> None:
+        """Until each of these clients has its node, or the time to join is over."""
+        self.nodes.wait(
+            self.grid,
+            lambda: all(self._node(c) is not None for c in clients),
+            self.options.join_seconds,
         )
-        gathering = Gathering(admission, cohort, settings.weight, self.algorithm.before_mean)
+
+    def _node(self, client: int) -> int | None:
+        """The node that a client lives on, if it is there."""
+        partition = self.partitions.of(client)
+        return None if partition is None else self.nodes.nodes.get(partition)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"deployed.run": self.run, "deployed.after": self.after}
+
+    def keep(self, server: Server, arrived: Arrived) -> None:
+        self.after[self.admitted] = server.round
+
+    def train(self, server: Server, clients: list[int]) -> Arrived:
+        options = self.options
+        specs = expected(self.algorithm, server)
+        samples = {} if self.own_data else {c: len(self.data.client(c)) for c in clients}
+        admission = Admission(
+            specs, server.round, clients, samples=samples, norm_cap=options.norm_cap
+        )
+        arrivals = Arrivals(admission, clients, self.settings.weight, self.algorithm.before_mean)
         broadcast = pack(server.broadcast())
-        needed = max(1, round_up(options.quorum * len(cohort)))
+        needed = max(1, math.ceil(options.min_fraction * len(clients)))
         for attempt in range(1 + options.retries):
             if attempt:
                 log(WARNING, "round %d: only %d of the %d clients it needs; asking again",
                     server.round + 1, len(admission.admitted), needed)  # fmt: skip
-                self.nodes.wait(gathering.missing, options.join_seconds)
-            self._ask(gathering, broadcast)
+                self._wait(arrivals.missing)
+            self._ask(server, arrivals, broadcast)
             if len(admission.admitted) >= needed:
-                return self._trained(gathering, cohort)
-            if gathering.diverged:
-                return Trained({}, float("nan"), len(cohort))
+                return self._arrived(server, arrivals)
+            if arrivals.diverged:
+                return Arrived({}, math.nan, len(clients))
         raise RunFailed(
-            f"round {server.round + 1}: {len(admission.admitted)} of {len(cohort)} clients sent a "
+            f"round {server.round + 1}: {len(admission.admitted)} of {len(clients)} clients sent a "
             f"usable update, {needed} are needed; the model is as it was after round "
-            f"{server.round}. Mend the nodes and go on with --resume\n"
-            + "\n".join(gathering.reasons())
+            f"{server.round}. Repair the nodes and continue with --resume\n"
+            + "\n".join(arrivals.reasons())
         )
 
-    def _trained(self, gathering: Gathering, cohort: list[int]) -> Trained:
-        values, loss = gathering.mean.result()
+    def _arrived(self, server: Server, arrivals: Arrivals) -> Arrived:
+        values, loss = arrivals.mean.result()
         values = {name: value.to(self.task.device) for name, value in values.items()}
-        admitted = sorted(gathering.admission.admitted)
-        for client in admitted:
-            self.after[client] = self.server.round
-        came = traffic(self.algorithm, self.server, len(admitted), self.settings.local_steps)
-        about: Record = {key: n for key, n in came.items() if key.startswith("bytes_up")}
-        if gathering.refused:
-            about["refused"] = {str(c): str(r) for c, r in sorted(gathering.refused.items())}
-        return Trained(values, loss, len(admitted), about=about)
+        self.admitted = sorted(arrivals.admission.admitted)
+        came = traffic(self.algorithm, server, len(self.admitted), self.settings.local_steps)
+        record: Record = {key: n for key, n in came.items() if key.startswith("bytes_up")}
+        if arrivals.refused:
+            record["refused"] = {str(c): str(r) for c, r in sorted(arrivals.refused.items())}
+        return Arrived(values, loss, len(self.admitted), record=record)
 
-    def _ask(self, gathering: Gathering, broadcast: ArrayRecord) -> None:
+    def _ask(self, server: Server, arrivals: Arrivals, broadcast: ArrayRecord) -> None:
         """Ask the clients whose update is missing, and take what comes until the deadline."""
         seconds, started = self.options.round_seconds, time.monotonic()
-        self.nodes.refresh(min(seconds, self.options.join_seconds))
+        self.nodes.refresh(self.grid, min(seconds, self.options.join_seconds))
         wanted: dict[int, list[int]] = {}
-        for client in gathering.missing:
-            node = self.nodes.of(client)
+        for client in arrivals.missing:
+            node = self._node(client)
             if node is None:
-                gathering.refuse(client, Refused("its node is not there"))
+                arrivals.refuse(client, Refused("its node is not there"))
             else:
                 wanted.setdefault(node, []).append(client)
         left = max(1.0, seconds - (time.monotonic() - started))
-        messages = [self._message(n, c, broadcast, left) for n, c in wanted.items()]
+        messages = [self._message(server, n, c, broadcast, left) for n, c in wanted.items()]
         for message, reply in exchange(self.grid, messages, left):
             for client in wanted[message.metadata.dst_node_id]:
                 if isinstance(reply, Refused):
-                    gathering.refuse(client, reply)
+                    arrivals.refuse(client, reply)
                 else:
-                    self._take(gathering, client, reply.content)
+                    self._take(server, arrivals, client, reply.content)
             if not isinstance(reply, Refused):
                 reply.content.clear()  # Flower's records hold on to each other
 
     def _message(
-        self, node: int, clients: list[int], broadcast: ArrayRecord, seconds: float
+        self,
+        server: Server,
+        node: int,
+        clients: list[int],
+        broadcast: ArrayRecord,
+        seconds: float,
     ) -> Message:
         ask = ConfigRecord(
             {
-                p.ROUND: self.server.round,
+                p.ROUND: server.round,
                 p.CLIENTS: clients,
                 p.AFTER: [int(self.after[c]) for c in clients],
                 p.RUN: bytes(self.run.tolist()).hex(),
@@ -155,32 +192,30 @@ class Deployment(Simulation):
             }
         )
         content = RecordDict({p.SERVER: broadcast, p.ASK: ask})
-        group = str(self.server.round + 1)
+        group = str(server.round + 1)
         return Message(content, node, MessageType.TRAIN, ttl=seconds, group_id=group)
 
-    def _take(self, gathering: Gathering, client: int, content: RecordDict) -> None:
-        def read() -> Arrived:
-            return read_update(self.algorithm, self.server, client, content)
+    def _take(self, server: Server, arrivals: Arrivals, client: int, content: RecordDict) -> None:
+        def read() -> UntrustedUpdate:
+            return read_update(self.algorithm, server, client, content)
 
-        if gathering.take(client, read) is not None:
+        if arrivals.take(client, read) is not None:
             began, last = content[p.about_key(client)].get(p.AFTER), int(self.after[client])
-            if self._keeps and began != last:
+            if self.keeps and began != last:
                 log(WARNING, "client %d has lost what it kept in round %d and began anew",
                     client, last + 1)  # fmt: skip
 
 
-def read_update(algorithm: Algorithm, server: Server, client: int, content: RecordDict) -> Arrived:
+def read_update(
+    algorithm: Algorithm, server: Server, client: int, content: RecordDict
+) -> UntrustedUpdate:
     """What a node's reply holds for one of its clients."""
     about = content.get(p.about_key(client))
     if not isinstance(about, MetricRecord):
         raise Refused("it has no metrics")
     values = unpack_message(content.get(p.update_key(client)), algorithm, server)
     number, round, samples, loss = (about.get(k) for k in (p.CLIENT, p.ROUND, p.SAMPLES, p.LOSS))
-    return Arrived(number, round, samples, loss, values)
-
-
-def round_up(number: float) -> int:
-    return -int(-number // 1)
+    return UntrustedUpdate(number, round, samples, loss, values)
 
 
 class _Log(Callback):
@@ -224,8 +259,8 @@ def _end_with_parent() -> None:
 def run(text: str, grid: Grid, run_config: dict[str, Any], own_data: bool = False) -> None:
     loaded = load(tomllib.loads(text))
     folder = Path(str(run_config["run-dir"]))
-    make = partial(
-        Deployment,
+    make_trainer = partial(
+        FlowerTrainer,
         grid=grid,
         config=text,
         options=Options.from_run_config(run_config),
@@ -237,7 +272,8 @@ def run(text: str, grid: Grid, run_config: dict[str, Any], own_data: bool = Fals
             folder,
             resume=bool(run_config.get("resume", False)),
             callbacks=[_Log(loaded.rounds)],
-            make=make,
+            make_trainer=make_trainer,
+            seconds_between=0,  # rounds cost so much that each is worth a checkpoint
         )
     except (Diverged, PrefedError, RunFailed) as error:
         if folder.is_dir():

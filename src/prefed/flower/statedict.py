@@ -13,10 +13,10 @@ import torch
 from flwr.app import ArrayRecord
 from torch import Tensor
 
-from prefed.admission import Spec, check_values
-from prefed.errors import PrefedError
+from prefed.core.errors import PrefedError
+from prefed.core.layout import Layout
 from prefed.flower.wire import pack, unpack
-from prefed.layout import Layout
+from prefed.training.admission import Spec, check_values
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 NONNEGATIVE = ("running_var", "num_batches_tracked")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from logging import INFO, WARNING
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from flwr.app import (
     ArrayRecord,
@@ -27,22 +27,22 @@ from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy import Strategy as FlowerStrategy
 from flwr.supercore import log
 
-from prefed import draws
-from prefed.admission import LARGEST_COUNT, Admission, Arrived, Refused, expected
 from prefed.algorithms import ALGORITHMS, Algorithm
-from prefed.errors import PrefedError, RunFailed
+from prefed.core import draws
+from prefed.core.errors import PrefedError, RunFailed
 from prefed.flower import protocol as p
-from prefed.flower.exchange import exchange
-from prefed.flower.gather import Gathering
-from prefed.flower.kept import NEVER
+from prefed.flower.arrivals import Arrivals
+from prefed.flower.kept_state import NEVER
+from prefed.flower.nodes import Nodes, partition_id
 from prefed.flower.privacy import CentralDP
+from prefed.flower.replies import exchange
 from prefed.flower.statedict import StateDict
 from prefed.flower.wire import pack, unpack
-from prefed.round import Server, check_sharing, server_update
+from prefed.training.admission import LARGEST_COUNT, Admission, Refused, UntrustedUpdate, expected
+from prefed.training.round import Server, check_sharing, server_update
 
 RecordType = ArrayRecord | MetricRecord | ConfigRecord
 MetricsOf = Callable[[list[RecordDict], str], MetricRecord]
-PAUSE = 1.0
 
 
 class Strategy(FlowerStrategy):
@@ -55,8 +55,8 @@ class Strategy(FlowerStrategy):
     ask_partitions       draw cohorts by partition id: needs prefed.flower.tell_partition(app)
     buffers              entries of the state dict that are not to be preconditioned, besides
                          integers and statistics of normalisation layers
-    quorum, retries      a round counts with this share of its cohort; else those who are missing
-                         are asked again, so often, and then the run ends
+    min_fraction         the fraction of a cohort that must send a usable update
+    retries              how often missing clients are asked again before the run ends
     join_seconds         how long to wait for min_available_nodes
     norm_cap             longest change of the weights that is let in
     largest_count        highest number of samples that is believed
@@ -82,13 +82,17 @@ class Strategy(FlowerStrategy):
         seed: int = 0,
         ask_partitions: bool = False,
         buffers: Collection[str] = (),
-        quorum: float = 0.5,
+        min_fraction: float = 0.5,
         retries: int = 2,
         join_seconds: float = 300.0,
         norm_cap: float | None = None,
         largest_count: int = LARGEST_COUNT,
         privacy: CentralDP | None = None,
+        quorum: float | None = None,
     ) -> None:
+        if quorum is not None:
+            warnings.warn("quorum is now called min_fraction", FutureWarning, stacklevel=2)
+            min_fraction = quorum
         if not isinstance(algorithm, Algorithm):
             raise PrefedError(f"algorithm: should be an Algorithm, not {type(algorithm).__name__}")
         if algorithm.client_rule().lockstep:
@@ -103,7 +107,7 @@ class Strategy(FlowerStrategy):
                 f"the codecs {', '.join(sorted(codecs - {'exact'}))} need both ends to be "
                 f"prefed's: prefed deploy"
             )
-        for name, value in (("fraction_train", fraction_train), ("quorum", quorum)):
+        for name, value in (("fraction_train", fraction_train), ("min_fraction", min_fraction)):
             if not 0 < value <= 1:
                 raise PrefedError(f"{name}: should be above 0 and at most 1, not {value}")
         if local_steps < 1:
@@ -119,20 +123,22 @@ class Strategy(FlowerStrategy):
         self.train_metrics_aggr_fn = train_metrics_aggr_fn or mean_metrics
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or mean_metrics
         self.weighting, self.seed = weighting, seed
-        self.buffers, self.quorum, self.retries = buffers, quorum, retries
+        self.buffers, self.min_fraction, self.retries = buffers, min_fraction, retries
         self.join_seconds, self.norm_cap = join_seconds, norm_cap
         self.largest_count, self.privacy = largest_count, privacy
-        self.members = Members(ask_partitions)
+        self.members = Nodes(partition_id if ask_partitions else None)
         self.shape: StateDict | None = None
         self.server: Server | None = None
         """The global state, with the optimiser's, from the first round on."""
         self.after: dict[int, int] = {}
         """For each client that keeps state, the round it last took part in."""
-        self.gathering: Gathering | None = None
+        self.arrivals: Arrivals | None = None
         self._metrics: dict[int, RecordDict] = {}
         self._arrays: ArrayRecord | None = None
         self._asked: dict[int, int] = {}
         """Node -> client, of the round that is under way."""
+        self._round: tuple[ArrayRecord, ConfigRecord]
+        """What the clients of this round are sent."""
         if privacy is not None:
             self._check_privacy()
 
@@ -150,7 +156,8 @@ class Strategy(FlowerStrategy):
         log(INFO, "\t├──> Fraction: train (%.2f) | evaluate (%.2f), at least %d and %d of %d nodes",
             self.fraction_train, self.fraction_evaluate, self.min_train_nodes,
             self.min_evaluate_nodes, self.min_available_nodes)  # fmt: skip
-        log(INFO, "\t└──> Quorum: %.2f, asked again %d times", self.quorum, self.retries)
+        log(INFO, "\t└──> Usable updates needed: %.2f of a cohort, asked again %d times",
+            self.min_fraction, self.retries)  # fmt: skip
 
     # Training
 
@@ -174,18 +181,18 @@ class Strategy(FlowerStrategy):
         )
         weight = float if self.weighting == "samples" else lambda samples: 1.0
         change = self.algorithm.before_mean if self.privacy is None else self.privacy.clip
-        self.gathering, self._metrics = Gathering(admission, cohort, weight, change), {}
+        self.arrivals, self._metrics = Arrivals(admission, cohort, weight, change), {}
         config["server-round"] = server_round
-        return self._messages(cohort, arrays, config)
+        self._round = arrays, config
+        return self._messages(cohort)
 
-    def _messages(
-        self, clients: list[int], arrays: ArrayRecord, config: ConfigRecord
-    ) -> list[Message]:
+    def _messages(self, clients: list[int]) -> list[Message]:
         """One message for each client: the model, the user's config, and what our own
         `local_train` wants to know, which stock apps leave alone."""
         assert self.server is not None
-        assert self.gathering is not None
+        assert self.arrivals is not None
         self._asked, messages = {}, []
+        arrays, config = self._round
         content: dict[str, RecordType] = {self.arrayrecord_key: arrays}
         if self.server.shared:
             content[p.STATE] = pack(self.server.shared)
@@ -193,7 +200,7 @@ class Strategy(FlowerStrategy):
         for client in clients:
             node = self.members.nodes.get(client)
             if node is None:
-                self.gathering.refuse(client, Refused("its node is not there"))
+                self.arrivals.refuse(client, Refused("its node is not there"))
                 continue
             told = ConfigRecord({**config, p.ALGORITHM: algorithm, p.BUFFERS: buffers})
             told[p.AFTER] = self.after.get(client, NEVER)
@@ -206,8 +213,8 @@ class Strategy(FlowerStrategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Take the replies one by one; without a quorum nothing changes and nothing comes back."""
-        gathering, server, shape = self.gathering, self.server, self.shape
-        assert gathering is not None
+        arrivals, server, shape = self.arrivals, self.server, self.shape
+        assert arrivals is not None
         assert server is not None
         assert shape is not None
         for reply in replies:
@@ -215,45 +222,45 @@ class Strategy(FlowerStrategy):
             if client is None:
                 log(WARNING, "a reply from node %d was not asked for", reply.metadata.src_node_id)
             elif reply.has_error():
-                gathering.refuse(client, Refused(f"failed: {str(reply.error.reason)[:500]}"))
+                arrivals.refuse(client, Refused(f"failed: {str(reply.error.reason)[:500]}"))
             else:
-                self._take(gathering, client, reply.content)
-        admitted, asked = len(gathering.admission.admitted), len(gathering.position)
-        log(INFO, "aggregate_train: %d of %d updates let in", admitted, asked)
-        if admitted < max(1, math.ceil(self.quorum * asked)):
+                self._take(arrivals, client, reply.content)
+        admitted, asked = len(arrivals.admission.admitted), len(arrivals.position)
+        log(INFO, "aggregate_train: %d of %d updates are usable", admitted, asked)
+        if not self._enough():
             return None, None
-        mean, _ = gathering.mean.result()
+        mean, _ = arrivals.mean.result()
         if self.privacy is not None:
             mean["weights"] = self.privacy.noise(mean["weights"], admitted, asked)
             mean["buffers"] = server.buffers.clone()  # statistics of the clients stay with them
             self.privacy.spend(asked)
         population = max(len(self.members.nodes), asked)
         server_update(self.algorithm, server, mean, self.local_steps, admitted / population)
-        self.after |= dict.fromkeys(gathering.admission.admitted, server_round - 1)
+        self.after |= dict.fromkeys(arrivals.admission.admitted, server_round - 1)
         self._arrays = shape.write(server.weights, server.buffers)
-        contents = [self._metrics[c] for c in gathering.position if c in self._metrics]
+        contents = [self._metrics[c] for c in arrivals.position if c in self._metrics]
         return self._arrays, self._reduce(self.train_metrics_aggr_fn, contents)
 
-    def _take(self, gathering: Gathering, client: int, content: RecordDict) -> None:
+    def _take(self, arrivals: Arrivals, client: int, content: RecordDict) -> None:
         assert self.server is not None
         assert self.shape is not None
         server, shape, found = self.server, self.shape, MetricRecord()
 
-        def read() -> Arrived:
+        def read() -> UntrustedUpdate:
             nonlocal found
             found, record = self._records(content)
             weights, buffers = shape.read(record)
             values = {"weights": weights.sub_(server.weights), "buffers": buffers}
             if server.shared:
-                sent = {n: s for n, s in gathering.admission.specs.items() if n in server.shared}
+                sent = {n: s for n, s in arrivals.admission.specs.items() if n in server.shared}
                 values |= unpack(content.get(p.STATE), sent)
             loss, round = found.get(p.LOSS, 0.0), found.get(p.ROUND, server.round)
             samples = found.get(self.weighted_by_key)
             if isinstance(samples, float) and samples.is_integer():
                 samples = int(samples)  # templates say 100.0 as well as 100
-            return Arrived(client, round, samples, loss, values)
+            return UntrustedUpdate(client, round, samples, loss, values)
 
-        if gathering.take(client, read) is not None:
+        if arrivals.take(client, read) is not None:
             self._metrics[client] = RecordDict({"metrics": found})
 
     def _records(self, content: RecordDict) -> tuple[MetricRecord, object]:
@@ -282,7 +289,14 @@ class Strategy(FlowerStrategy):
     def _draw(self, grid: Grid, round: int, purpose: str, fraction: float, least: int) -> list[int]:
         """So many of the clients that are there, drawn by (seed, round)."""
         least = max(least, 1)
-        self.members.wait(grid, max(least, self.min_available_nodes), self.join_seconds)
+        needed = max(least, self.min_available_nodes)
+        if not self.members.wait(
+            grid, lambda: len(self.members.nodes) >= needed, self.join_seconds
+        ):
+            raise RunFailed(
+                f"{len(self.members.nodes)} nodes are there after {self.join_seconds:g} s, "
+                f"{needed} are needed"
+            )
         clients = sorted(self.members.nodes)
         size = min(max(int(len(clients) * fraction), least), len(clients))
         offset = 0 if purpose == "cohort" else 1 << 32
@@ -329,69 +343,61 @@ class Strategy(FlowerStrategy):
 
     # The run
 
-    def start(
-        self,
-        grid: Grid,
-        initial_arrays: ArrayRecord,
-        num_rounds: int = 3,
-        timeout: float = 3600,
-        train_config: ConfigRecord | None = None,
-        evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
-    ) -> Result:
-        """Flower's loop over rounds, with replies taken as they come, and with a quorum."""
-        self.summary()
-        train_config = train_config or ConfigRecord()
-        evaluate_config = evaluate_config or ConfigRecord()
-        result, arrays = Result(), initial_arrays
-        result.arrays = arrays
-        if evaluate_fn and (found := evaluate_fn(0, arrays)) is not None:
-            result.evaluate_metrics_serverapp[0] = found
-        for number in range(1, num_rounds + 1):
-            log(INFO, "[ROUND %s/%s]", number, num_rounds)
-            arrays, metrics = self._round(grid, number, arrays, train_config, timeout)
-            result.arrays = arrays
-            if metrics is not None:
-                result.train_metrics_clientapp[number] = metrics
-            messages = list(self.configure_evaluate(number, arrays, evaluate_config, grid))
-            found = self.aggregate_evaluate(number, _replies(grid, messages, timeout))
-            if found is not None:
-                result.evaluate_metrics_clientapp[number] = found
-            if evaluate_fn and (found := evaluate_fn(number, arrays)) is not None:
-                log(INFO, "\t└──> %s", found)
-                result.evaluate_metrics_serverapp[number] = found
-        return result
+    def start(self, grid: Grid, *parts: Any, **options: Any) -> Result:
+        """Flower's own loop over rounds, with replies taken as they come and failures counted."""
+        return super().start(cast(Grid, AsTheyCome(grid, self)), *parts, **options)
 
-    def _round(
-        self, grid: Grid, number: int, arrays: ArrayRecord, config: ConfigRecord, timeout: float
-    ) -> tuple[ArrayRecord, MetricRecord | None]:
-        messages = list(self.configure_train(number, arrays, config, grid))
-        assert self.gathering is not None
+    def replies(self, grid: Grid, messages: Iterable[Message], timeout: float) -> Iterator[Message]:
+        """The replies to the messages of a round. While too few updates are usable, the clients
+        that are missing are asked again; `aggregate_train` takes each reply before the next."""
+        arrivals, asked = self.arrivals, list(messages)
+        assert arrivals is not None
         for attempt in range(1 + self.retries):
             if attempt:
-                log(WARNING, "round %d has no quorum; asking again", number)
-                self.members.wait_for(grid, self.gathering.missing, min(timeout, self.join_seconds))
-                messages = self._messages(self.gathering.missing, arrays, config)
-            replies = self._note_failures(exchange(grid, messages, timeout))
-            found, metrics = self.aggregate_train(number, replies)
-            if found is not None:
-                return found, metrics
+                log(WARNING, "round %d: too few usable updates; asking again", arrivals.round)
+                missing = set(arrivals.missing)
+                self.members.wait(
+                    grid,
+                    lambda missing=missing: self.members.nodes.keys() >= missing,  # type: ignore[misc]
+                    min(timeout, self.join_seconds),
+                )
+                asked = self._messages(arrivals.missing)
+            for message, reply in exchange(grid, asked, timeout):
+                if isinstance(reply, Refused):
+                    arrivals.refuse(self._asked[message.metadata.dst_node_id], reply)
+                else:
+                    yield reply
+                    reply.content.clear()  # Flower's records hold on to each other
+            if self._enough():
+                return
         raise RunFailed(
-            f"round {number}: {len(self.gathering.admission.admitted)} of "
-            f"{len(self.gathering.position)} clients sent a usable update; the model is as it was "
-            f"before\n" + "\n".join(self.gathering.reasons())
+            f"round {arrivals.round}: {len(arrivals.admission.admitted)} of "
+            f"{len(arrivals.position)} clients sent a usable update; the model is as it was "
+            f"before\n" + "\n".join(arrivals.reasons())
         )
 
-    def _note_failures(
-        self, pairs: Iterable[tuple[Message, Message | Refused]]
+    def _enough(self) -> bool:
+        assert self.arrivals is not None
+        admitted, asked = len(self.arrivals.admission.admitted), len(self.arrivals.position)
+        return admitted >= max(1, math.ceil(self.min_fraction * asked))
+
+
+class AsTheyCome:
+    """A grid that hands replies on as they come, and not when the last is there."""
+
+    def __init__(self, grid: Grid, strategy: Strategy) -> None:
+        self.grid, self.strategy = grid, strategy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.grid, name)
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterator[Message]:
-        assert self.gathering is not None
-        for message, reply in pairs:
-            if isinstance(reply, Refused):
-                self.gathering.refuse(self._asked[message.metadata.dst_node_id], reply)
-            else:
-                yield reply
-                reply.content.clear()  # Flower's records hold on to each other
+        seconds, sent = timeout or math.inf, list(messages)
+        if any(message.metadata.message_type == MessageType.TRAIN for message in sent):
+            return self.strategy.replies(self.grid, sent, seconds)
+        return _replies(self.grid, sent, seconds)
 
 
 def _replies(grid: Grid, messages: list[Message], timeout: float) -> Iterator[Message]:
@@ -400,53 +406,6 @@ def _replies(grid: Grid, messages: list[Message], timeout: float) -> Iterator[Me
             log(WARNING, "node %d: %s", message.metadata.dst_node_id, reply)
         else:
             yield reply
-
-
-class Members:
-    """The nodes that are there, each under a number that stays the same: its partition id if nodes
-    are asked for it, else the id that Flower gave it."""
-
-    def __init__(self, ask: bool) -> None:
-        self.ask = ask
-        self.nodes: dict[int, int] = {}
-        self._silent: set[int] = set()
-
-    def wait(self, grid: Grid, least: int, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        self.refresh(grid, seconds)
-        while len(self.nodes) < least:
-            if time.monotonic() >= end:
-                raise RunFailed(
-                    f"{len(self.nodes)} nodes are there after {seconds:g} s, {least} are needed"
-                )
-            time.sleep(PAUSE)
-            self.refresh(grid, max(1.0, end - time.monotonic()))
-
-    def wait_for(self, grid: Grid, clients: Collection[int], seconds: float) -> None:
-        """Until these are there again, or so many seconds have passed."""
-        end = time.monotonic() + seconds
-        self.refresh(grid, seconds)
-        while not self.nodes.keys() >= set(clients) and time.monotonic() < end:
-            time.sleep(PAUSE)
-            self.refresh(grid, max(1.0, end - time.monotonic()))
-
-    def refresh(self, grid: Grid, seconds: float) -> None:
-        present = set(grid.get_node_ids())
-        self.nodes = {number: node for number, node in self.nodes.items() if node in present}
-        new = present - {*self.nodes.values()} - self._silent
-        if not self.ask:
-            self.nodes |= {node: node for node in new}
-            return
-        messages = [Message(RecordDict(), n, MessageType.QUERY, ttl=seconds) for n in sorted(new)]
-        for message, reply in exchange(grid, messages, seconds):
-            node = message.metadata.dst_node_id
-            about = None if isinstance(reply, Refused) else reply.content.get(p.NODE)
-            number = about.get(p.PARTITION) if isinstance(about, ConfigRecord) else None
-            if type(number) is int and number >= 0 and number not in self.nodes:
-                self.nodes[number] = node
-            else:
-                log(WARNING, "node %d is not used: no partition id of its own", node)
-                self._silent.add(node)
 
 
 def mean_metrics(contents: list[RecordDict], weighted_by: str) -> MetricRecord:

@@ -15,12 +15,12 @@ import torch
 from flwr.app import Array, ArrayRecord
 from torch import Tensor
 
-from prefed.admission import Refused, Spec
 from prefed.algorithms import Algorithm
-from prefed.errors import PrefedError
-from prefed.exchange import Message as PackedMessage
-from prefed.exchange import receive
-from prefed.round import Server, codec_of
+from prefed.core.errors import PrefedError
+from prefed.training.admission import Refused, Spec
+from prefed.training.messages import Message as PackedMessage
+from prefed.training.messages import receive
+from prefed.training.round import Server, codec_of
 
 LONGEST_HEADER = 4096
 

@@ -10,10 +10,10 @@ import jinja2
 import tomli_w
 
 from prefed import __version__
-from prefed.config import Config
-from prefed.errors import PrefedError
-from prefed.files import write_whole
-from prefed.flower.options import Options
+from prefed.core.errors import PrefedError
+from prefed.core.safe_files import write_whole
+from prefed.experiments.config import Config
+from prefed.flower.deployment_options import Options
 
 PACKAGE = "prefed_app"
 INSIDE = {"client.py", "server.py"}

@@ -4,6 +4,6 @@ from collections.abc import Callable
 
 from torch import nn
 
-from prefed.registry import Registry
+from prefed.core.registry import Registry
 
 MODELS: Registry[Callable[..., nn.Module]] = Registry("model", "prefed.models")

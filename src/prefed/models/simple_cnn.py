@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from prefed.errors import PrefedError
+from prefed.core.errors import PrefedError
 from prefed.models import MODELS
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from prefed.measures import LOSS
-from prefed.results import StoredRun
-from prefed.summary import Group
+from prefed.experiments.measures import LOSS
+from prefed.experiments.ranking import Group
+from prefed.experiments.stored_runs import StoredRun
 
 MOST_POINTS = 400
 """A curve with more is thinned: no screen shows them, and the file stays small."""

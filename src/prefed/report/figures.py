@@ -13,10 +13,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from prefed.files import write_whole
-from prefed.measures import measure
+from prefed.core.safe_files import write_whole
+from prefed.experiments.measures import measure
+from prefed.experiments.sweep import Scored
 from prefed.report.curves import COLOURS, Chart
-from prefed.sweep import Scored
 
 
 def draw_chart(chart: Chart) -> Figure:

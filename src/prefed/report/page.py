@@ -16,15 +16,15 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from prefed import __version__
-from prefed.config import load
+from prefed.core.errors import PrefedError
+from prefed.core.safe_files import write_whole
 from prefed.data.describe import draw
-from prefed.errors import PrefedError
-from prefed.files import write_whole
+from prefed.experiments.config import load
+from prefed.experiments.ranking import Group, flatten, group, headings
+from prefed.experiments.stored_runs import StoredRun
+from prefed.experiments.sweep import Scored
 from prefed.report import figures
 from prefed.report.curves import charts
-from prefed.results import StoredRun
-from prefed.summary import Group, flatten, group, headings
-from prefed.sweep import Scored
 
 
 def write_report(

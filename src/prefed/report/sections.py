@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from prefed import __version__
-from prefed.files import write_whole
+from prefed.core.safe_files import write_whole
 from prefed.report import figures
 from prefed.report.page import asset, image, template
 

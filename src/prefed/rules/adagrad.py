@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from prefed.layout import Layout
-from prefed.rules.base import Field, Rule, State
+from prefed.core.layout import Layout
+from prefed.rules.rule import Field, Rule, State
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from prefed.layout import Layout
-from prefed.rules.base import Field, Rule, State, accumulate, grow_mass
+from prefed.core.layout import Layout
+from prefed.rules.rule import Field, Rule, State, accumulate, grow_mass
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from prefed.layout import Layout
-from prefed.registry import Registry
-from prefed.rules.base import Field, Rule, State, accumulate, grow_mass, scratch
+from prefed.core.layout import Layout
+from prefed.core.registry import Registry
+from prefed.rules.rule import Field, Rule, State, accumulate, grow_mass, scratch
 
 Accumulate = Literal["ema", "sum"]
 

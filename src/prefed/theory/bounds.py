@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
-from prefed.layout import Layout
+from prefed.core.layout import Layout
 from prefed.rules import Field, Rule
-from prefed.rules.base import State
+from prefed.rules.rule import State
 from prefed.theory.constants import student
 
 

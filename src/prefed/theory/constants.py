@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefed import draws
+from prefed.core import draws
 from prefed.theory.objective import Objective, Tick, silent
 
 LEVEL = 0.95

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prefed import draws
-from prefed.layout import Entry, Layout
+from prefed.core import draws
+from prefed.core.layout import Entry, Layout
 from prefed.rules import SHAPES, AdaGrad, Adam, Rule
 from prefed.theory.objective import Objective, Tick, silent
 

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from prefed import draws
+from prefed.core import draws
 from prefed.data import FederatedData
-from prefed.settings import Settings
-from prefed.simulation import Simulation
-from prefed.task import Task
+from prefed.training.run import Run
+from prefed.training.settings import Settings
+from prefed.training.task import Task
 
 Tick = Callable[[str], None]
 """Called with a few words when a piece of the work is done."""
@@ -34,8 +34,8 @@ class Objective:
         self.d = len(self.start)
 
     @classmethod
-    def of(cls, simulation: Simulation) -> Objective:
-        return cls(simulation.task, simulation.data, simulation.settings)
+    def of(cls, run: Run) -> Objective:
+        return cls(run.task, run.data, run.settings)
 
     @property
     def clients(self) -> int:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from prefed.data import FederatedData
-from prefed.settings import Settings
-from prefed.simulation import Simulation
-from prefed.task import Loss
+from prefed.training.run import Run
+from prefed.training.settings import Settings
+from prefed.training.task import Loss
 
 
 class Point(nn.Module):
@@ -92,8 +92,8 @@ class Quadratic:
         H = self.H
         return lambda output, y: 0.5 * ((output @ H) * output).sum(-1).mean()
 
-    def simulation(self, algorithm: object, **settings: object) -> Simulation:
+    def simulation(self, algorithm: object, **settings: object) -> Run:
         targets = torch.zeros(self.samples.shape[1], dtype=torch.float64)
         data = FederatedData([(x, targets) for x in self.samples])
         chosen = Settings.model_validate({"device": "cpu", "engine": "sequential", **settings})
-        return Simulation(algorithm, Point(self.start), data, chosen, self.loss())  # type: ignore[arg-type]
+        return Run(algorithm, Point(self.start), data, chosen, self.loss())  # type: ignore[arg-type]

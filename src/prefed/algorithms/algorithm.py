@@ -1,0 +1,74 @@
+"""What an algorithm is: a value made of three choices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, ValidationError
+from torch import Tensor
+
+from prefed.algorithms.sharing import Policy
+from prefed.codecs import CodecName
+from prefed.core.errors import PrefedError, explain
+from prefed.core.registry import Registry
+from prefed.core.schedule import Rate
+from prefed.rules import SGD, Rule
+from prefed.rules.rule import State
+
+ALGORITHMS: Registry[type[Algorithm]] = Registry("algorithm", "prefed.algorithms")
+
+
+class Algorithm(BaseModel):
+    """The base of all algorithms, and by itself plain local SGD with averaging.
+
+    A subclass declares its options as fields and overrides the choices that differ. Options are
+    checked when the value is made; unknown ones are refused with the nearest known name.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
+    )
+
+    client_lr: Rate
+    server_lr: Rate = 1.0
+    clip_norm: PositiveFloat | None = None
+    """Clients scale a gradient down to this length if it is longer."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Clients add this times the weights to the gradient, after clipping."""
+    upload: CodecName = "exact"
+    """The codec of the weights' change on its way to the server."""
+
+    def __init__(self, **options: Any) -> None:
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            lines = explain(error, type(self), prefix=f"{type(self).__name__}.")
+            raise PrefedError("\n".join(lines)) from None
+
+    def client_rule(self) -> Rule:
+        return SGD()
+
+    def server_rule(self) -> Rule:
+        return SGD()
+
+    def sharing(self) -> dict[str, Policy]:
+        """The policy of each field of the client rule; a field not named here is reset."""
+        return {}
+
+    def pseudo_gradient(self, delta: Tensor, local_steps: int) -> Tensor:
+        """What the server rule is fed with: minus the mean change of the clients."""
+        return delta.neg_()
+
+    def before_mean(self, values: State) -> State:
+        """What is averaged, from what a client sent, on (d) or (C, d): for means that are not
+        plain. May add values; must not change those it is given."""
+        return values
+
+    def after_mean(self, mean: State) -> State:
+        """Undoes `before_mean` on the mean, which is its to change."""
+        return mean
+
+    def derive(self, change: Tensor, shared: State, lr: float, local_steps: int) -> State:
+        """The fields whose policy is `derived`: from the clients' mean change of this round, the
+        server's new copies of the averaged fields and the clients' step size."""
+        return {}

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from prefed.cli.options import Changes, Out, Quiet, Source, Workers
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(compare)
+
+
+def compare(
+    config: Source,
+    algorithms: Annotated[
+        str | None,
+        typer.Option(help="names with commas between them; by default all the config has tuned"),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="runs per algorithm, with seeds 0, 1, ...")] = 3,
+    target: Annotated[float, typer.Option(min=0, max=1, help="accuracy to count rounds to")] = 0.9,
+    set: Changes = [],
+    out: Out = None,
+    workers: Workers = None,
+    quiet: Quiet = False,
+) -> None:
+    """Run several algorithms with several seeds, and rank them.
+
+    Seeds are paired: each algorithm sees the same split, first weights, cohorts and batches.
+    With --out, the same command again goes on where it was stopped.
+    """
+    from rich.console import Console
+
+    from prefed.cli.live import LiveRuns, new_out, split_names
+    from prefed.cli.tables import ranking
+    from prefed.experiments.config import algorithms_of
+    from prefed.experiments.plans import plan_comparison, run_all
+    from prefed.experiments.ranking import group
+    from prefed.report import write_report
+
+    names = split_names(algorithms) if algorithms else algorithms_of(config)
+    folder = out or new_out("compare", config)
+    planned = plan_comparison(config, names, seeds, set, folder)
+    with LiveRuns(len(planned), quiet, folder) as live:
+        runs = run_all(planned, workers, live.on_event)
+    write_report(runs, folder / "report.html", target=target, title=f"{config}: a comparison")
+    if not quiet:
+        Console().print(ranking(group(runs), target))
+        print(f"report: {folder / 'report.html'}")

@@ -1,0 +1,120 @@
+"""prefed data ls, get, check, show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prefed.cli.options import Changes, Source
+
+commands = typer.Typer(help="Data sets: list, download, check and look at splits.")
+Root = Annotated[
+    str | None, typer.Option("--path", help="data directory; by default $PREFED_DATA or ./data")
+]
+
+
+def add_to(app: typer.Typer) -> None:
+    app.add_typer(commands, name="data", no_args_is_help=True)
+
+
+@commands.command()
+def ls() -> None:
+    """List the data sets and where each comes from."""
+    import inspect
+
+    from prefed import DATASETS
+    from prefed.data.sources import SOURCES
+
+    for name in DATASETS.names():
+        text = (inspect.getdoc(DATASETS.get(name)) or "").split("\n\n")[0].replace("\n", " ")
+        source = f"\n    prefed data get {name}: {SOURCES[name].page}" if name in SOURCES else ""
+        print(f"{name}\n    {text}{source}")
+
+
+@commands.command()
+def get(name: Annotated[str, typer.Argument(help="a data set")], path: Root = None) -> None:
+    """Download a data set from its official address, verify and unpack it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from prefed.core.errors import PrefedError, did_you_mean
+    from prefed.data import DATASETS
+    from prefed.data.describe import summary
+    from prefed.data.download import get as download
+    from prefed.data.reading import root
+    from prefed.data.sources import SOURCES
+
+    if name not in SOURCES:
+        raise PrefedError(f"{name}: cannot be downloaded{did_you_mean(name, SOURCES)}")
+    folder = root(path)
+    try:
+        print(f"already there: {summary(DATASETS.get(name)(path=str(folder)))}")
+        return
+    except PrefedError:
+        pass
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True)) as progress:
+        tasks = {f.name: progress.add_task(f.name, total=None) for f in SOURCES[name].files}
+        download(
+            SOURCES[name],
+            folder,
+            lambda file, done, total: progress.update(tasks[file], completed=done, total=total),
+        )
+    for file in SOURCES[name].files:
+        if file.checksum is None:
+            print(f"{file.name}: no checksum is published; only its content was checked")
+    print(f"{folder}: {summary(DATASETS.get(name)(path=str(folder)))}")
+
+
+@commands.command()
+def check(folder: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
+    """Say which data sets are in a directory, and what is wrong with them."""
+    from prefed.data.describe import check as look
+
+    found = look(folder)
+    for title, text, right in found:
+        print(f"{title}: {'ok, ' if right else 'WRONG: '}{text}")
+    if not found:
+        print(f"{folder}: no data set that prefed knows")
+    if not found or not all(right for _, _, right in found):
+        raise typer.Exit(1)
+
+
+@commands.command()
+def show(
+    config: Source,
+    set: Changes = [],
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="draw it, as .png or .svg")
+    ] = None,
+) -> None:
+    """Show how a config divides its data: sizes, classes per client, heterogeneity."""
+    import numpy as np
+
+    from prefed.data.describe import DRAWN, class_counts, draw, heterogeneity, summary
+    from prefed.data.federated import Partition
+    from prefed.experiments.config import load
+
+    dataset, data = load(config, set).make_data()
+    assert isinstance(data.clients, Partition)
+    sizes = data.clients.parts.sizes()
+    print(summary(dataset))
+    print(
+        f"{len(sizes):,} clients with {sizes.min()} to {sizes.max()} samples, "
+        f"median {np.median(sizes):g}"
+    )
+    counts = class_counts(dataset, data)
+    if counts is not None:
+        print(
+            f"{(counts > 0).sum(1).mean():.1f} of {counts.shape[1]} classes per client on average"
+        )
+        print(
+            f"heterogeneity {heterogeneity(counts):.3f} (mean total variation distance between a "
+            f"client's classes and those of all; 0 is iid)"
+        )
+    if out is not None:
+        draw(dataset, data).savefig(out, dpi=120)
+        more = f", the first {DRAWN} clients" if len(sizes) > DRAWN else ""
+        print(f"drawn to {out}{more}")

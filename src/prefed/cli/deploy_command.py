@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prefed.cli.options import Changes, Out, Quiet, Source
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(deploy)
+
+
+def deploy(
+    config: Source,
+    set: Changes = [],
+    local: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="a SuperLink and N SuperNodes on this machine"),
+    ] = None,
+    simulate: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="N nodes on Flower's simulation engine")
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="write a Flower app for real machines")
+    ] = None,
+    out: Out = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --out")] = False,
+    min_fraction: Annotated[
+        float,
+        typer.Option("--min-fraction", "--quorum", help="share of a cohort that must answer"),
+    ] = 0.5,
+    retries: Annotated[int, typer.Option(help="how often missing clients are asked again")] = 2,
+    round_seconds: Annotated[float, typer.Option(help="deadline of a round")] = 600.0,
+    join_seconds: Annotated[float, typer.Option(help="how long to wait for nodes")] = 300.0,
+    norm_cap: Annotated[
+        float | None, typer.Option(help="refuse updates that change the weights by more")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Run a config on Flower: on this machine, or written as an app for others.
+
+    Choose one of --local, --simulate and --write. The run directory is the one that
+    `prefed run` writes, with Flower's logs beside it; Ctrl-C ends every process, and
+    the same command with --resume goes on after the last finished round.
+    """
+    from prefed.cli.progress import RoundBar, show_warnings_plainly
+    from prefed.cli.run_command import new_folder
+    from prefed.core.errors import Interrupted
+    from prefed.experiments.config import load
+    from prefed.experiments.measures import describe
+    from prefed.flower import require_flower
+
+    if sum(choice is not None for choice in (local, simulate, write)) != 1:
+        raise typer.BadParameter("choose one of --local N, --simulate N and --write DIR")
+    if resume and out is None:
+        raise typer.BadParameter("--resume needs --out, the directory of the run to go on with")
+    show_warnings_plainly()
+    require_flower()
+    from prefed.flower.deployment_options import Options
+
+    loaded = load(config, set)
+    options = Options.checked(
+        min_fraction=min_fraction,
+        retries=retries,
+        round_seconds=round_seconds,
+        join_seconds=join_seconds,
+        norm_cap=norm_cap,
+    )
+    if write is not None:
+        from prefed.flower.write import write_app
+
+        write_app(write, loaded, options)
+        print(f"written to {write}; its README.md has the commands for real machines")
+        return
+    folder = out or new_folder(config, loaded.algorithm.name, loaded.seed)
+    records: list[dict[str, object]] = []
+    with RoundBar(loaded.rounds, quiet) as progress:
+
+        def see(record: dict[str, object]) -> None:
+            records.append(record)
+            progress.on_round(record)
+
+        try:
+            if local is not None:
+                from prefed.flower.local_deployment import deploy_locally
+
+                deploy_locally(loaded, folder, local, options, resume=resume, on_record=see)
+            else:
+                from prefed.flower.simulated_deployment import deploy_simulated
+
+                assert simulate is not None
+                deploy_simulated(loaded, folder, simulate, options, resume=resume, on_record=see)
+        except KeyboardInterrupt:  # typer would say no more than "Aborted"
+            raise Interrupted(f"stopped after round {len(records)} of {folder}") from None
+    if not quiet:
+        print(f"{loaded.algorithm.name}: {describe(records[-1])}")
+        print(f"written to {folder}")

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prefed.cli.options import Changes, Out, Quiet, Source
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(run)
+
+
+def run(
+    config: Source,
+    set: Changes = [],
+    out: Out = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --out")] = False,
+    quiet: Quiet = False,
+    json: Annotated[bool, typer.Option("--json", help="print each round as a JSON line")] = False,
+    track: Annotated[
+        list[str], typer.Option(help="tensorboard, mlflow or wandb; may be given more than once")
+    ] = [],
+) -> None:
+    """Run one config or preset and write it to a directory.
+
+    Ctrl-C finishes the round, saves and stops; a second one stops at once. Either way
+    the same command with --resume goes on and ends in the same bits. Under torchrun
+    the ranks share each cohort.
+    """
+    from prefed.cli.interrupt import StopOnSignal
+    from prefed.cli.progress import JsonLines, RoundBar, show_log_plainly, show_warnings_plainly
+    from prefed.experiments.config import load
+    from prefed.experiments.measures import describe
+    from prefed.experiments.run_directory import execute
+    from prefed.experiments.trackers import tracker
+    from prefed.training import ranks
+
+    show_warnings_plainly()
+    if resume and out is None:
+        raise typer.BadParameter("--resume needs --out, the directory of the run to go on with")
+    loaded = load(config, set)
+    folder = out or new_folder(config, loaded.algorithm.name, loaded.seed)
+    trackers = [tracker(name, folder) for name in track]
+    progress = JsonLines() if json else RoundBar(loaded.rounds, quiet)
+    with ranks.joined() as speaks:
+        if speaks and not quiet:
+            show_log_plainly()
+        with StopOnSignal(quiet=not speaks) as stop:
+            result = execute(
+                loaded, folder, resume=resume, callbacks=[progress, *trackers], stop=stop.asked
+            )
+    if speaks and not (quiet or json):
+        up = sum(record["bytes_up"] for record in result.history) / 1e6
+        print(f"{loaded.algorithm.name}: {describe(result.history[-1])}, {up:.1f} MB up")
+        print(f"written to {folder}")
+
+
+def new_folder(config: str, algorithm: str, seed: int) -> Path:
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    name = f"{Path(config).stem}-{algorithm.replace(':', '.')}-seed{seed}-{stamp}"
+    return Path("runs") / name

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prefed.cli.options import Quiet, Workers
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(study)
+
+
+def study(
+    study: Annotated[
+        str, typer.Argument(metavar="STUDY", help="a TOML file, or a study that prefed has")
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(help="holds runs and results; what is in it is not run again"),
+    ] = Path("runs/study"),
+    minutes: Annotated[
+        float | None, typer.Option(min=0.1, help="stop after so long; the same command goes on")
+    ] = None,
+    draw: Annotated[bool, typer.Option("--draw", help="only draw what there is")] = False,
+    show: Annotated[bool, typer.Option("--show", help="only print the study")] = False,
+    workers: Workers = None,
+    quiet: Quiet = False,
+) -> None:
+    """Tune every algorithm with the same budget, then compare all with paired seeds.
+
+    The grid of each algorithm has the same number of points, scored on a validation split
+    with seeds of their own. Writes a table, a figure and the numbers behind both.
+    """
+    import time
+
+    from prefed.cli.live import LiveRuns
+    from prefed.experiments.plans import Planned
+    from prefed.experiments.study import Bench, find, read
+    from prefed.report import study_results as results
+
+    name, plan = read(study)
+    if show:
+        print(find(study).read_text(), end="")
+        return
+    bench = Bench(plan, out)
+    over = False
+    if not draw:
+        end = None if minutes is None else time.monotonic() + 60 * minutes
+        with LiveRuns(bench.total(), quiet, out) as live:
+
+            def on_event(planned: Planned, event: dict[str, object]) -> None:
+                live.on_event(planned, event)
+                if end is not None and time.monotonic() > end:
+                    raise TimeoutError
+
+            try:
+                bench.tune(workers, on_event)
+                bench.compare(workers, on_event)
+            except TimeoutError:
+                over = True
+    text = results.write(bench, name)
+    if not quiet:
+        print(text)
+        print(f"written: {out / name}.md, .png and .json")
+        if over:
+            print("not complete: the time is over; the same command goes on")

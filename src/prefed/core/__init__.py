@@ -1,0 +1,1 @@
+"""What everything else stands on: errors, registries, flat vectors, keyed draws, safe files."""

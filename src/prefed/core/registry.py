@@ -1,0 +1,71 @@
+"""Names for things users choose by name: algorithms, models, data sets, splits, engines.
+
+A thing is added by writing one file: a module inside the registry's package registers itself
+when it is imported, and a thing of the user's own is named "module:attribute".
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from prefed.core.errors import PrefedError, did_you_mean
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    def __init__(self, kind: str, package: str) -> None:
+        self.kind = kind
+        self.package = package
+        self._things: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        def add(thing: T) -> T:
+            if self._things.setdefault(name, thing) is not thing:
+                raise PrefedError(f"two things are registered as {self.kind} {name!r}")
+            return thing
+
+        return add
+
+    def names(self) -> list[str]:
+        """Every name this package brings, in alphabetical order."""
+        package = importlib.import_module(self.package)
+        for module in pkgutil.iter_modules(package.__path__, self.package + "."):
+            importlib.import_module(module.name)
+        return sorted(self._things)
+
+    def get(self, name: str) -> T:
+        """The thing of that name, or the attribute that "module:attribute" names."""
+        if name in self._things:
+            return self._things[name]
+        if ":" in name:
+            return self._from_user(name)
+        known = self.names()
+        if name not in self._things:
+            raise PrefedError(f"unknown {self.kind} {name!r}{did_you_mean(name, known)}")
+        return self._things[name]
+
+    def name_of(self, thing: T) -> str:
+        """The registered name of a thing, or "module:attribute" for a thing of the user's."""
+        for name, known in self._things.items():
+            if known is thing:
+                return name
+        return f"{getattr(thing, '__module__', '?')}:{getattr(thing, '__qualname__', '?')}"
+
+    def _from_user(self, name: str) -> T:
+        module_name, _, attribute = name.partition(":")
+        if "" not in sys.path:
+            sys.path.insert(0, "")  # the directory the user stands in, as `python -m` has it
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            raise PrefedError(f"{self.kind} {name!r}: cannot import it: {error}") from error
+        if not hasattr(module, attribute):
+            found = did_you_mean(attribute, (n for n in dir(module) if not n.startswith("_")))
+            raise PrefedError(f"{self.kind} {name!r}: {module_name} has no {attribute!r}{found}")
+        thing: T = getattr(module, attribute)
+        return thing

@@ -1,5 +1,0 @@
-"""Engines: where the local updates of a cohort run, and how many at a time."""
-
-from prefed.engines.base import ENGINES, Engine, EngineWarning
-
-__all__ = ["ENGINES", "Engine", "EngineWarning"]

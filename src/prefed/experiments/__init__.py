@@ -1,0 +1,1 @@
+"""Runs on disk and many of them: configs, directories, checkpoints, sweeps, studies."""

@@ -1,0 +1,305 @@
+"""Configs: TOML, checked all at once, and built into a run.
+
+rounds = 60                      # Settings: how the run goes
+[algorithm]                      # a name, and the options of what it names
+name = "prefed"
+client_lr = 0.001
+[data]
+name = "digits"
+split = {name = "dirichlet", clients = 50, alpha = 0.1}
+[model]
+name = "mlp"
+[tuned.fedadam]                  # options for the algorithm if another one is chosen
+server_lr = 0.01
+"""
+
+from __future__ import annotations
+
+import inspect
+import tomllib
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+
+from prefed.algorithms import ALGORITHMS, Algorithm
+from prefed.core import draws
+from prefed.core.errors import PrefedError, did_you_mean, explain
+from prefed.core.safe_files import read_whole
+from prefed.data import FederatedData
+from prefed.data.dataset import DATASETS, GIVEN_TO_SPLITS, SPLITS, Dataset, partition
+from prefed.models import MODELS
+from prefed.training.ranks import make_trainer
+from prefed.training.run import MakeTrainer, Run
+from prefed.training.settings import Settings
+
+
+class Named(BaseModel):
+    """A name and the options of what it names; a name alone may stand for it."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class Data(Named):
+    split: Named
+    validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """This share of the training samples is set aside, and evaluated on in place of the test set:
+    for choosing step sizes without a look at the test set."""
+    target: Literal["label", "input"] = "label"
+    """What the model is to give: the y of the data set, or, for an autoencoder, its input. The
+    split goes by the labels in either case."""
+
+
+class Config(Settings):
+    """A whole run. Made by `load`, which checks the options of every named part as well."""
+
+    algorithm: SerializeAsAny[Named]
+    data: SerializeAsAny[Data]
+    model: SerializeAsAny[Named]
+
+    def make_algorithm(self) -> Algorithm:
+        return ALGORITHMS.get(self.algorithm.name)(**self.algorithm.options)
+
+    def settings(self) -> Settings:
+        return Settings(**{name: getattr(self, name) for name in Settings.model_fields})
+
+    def make_data(self) -> tuple[Dataset, FederatedData]:
+        """The data set and its split, which depend on the config and seed alone."""
+        dataset = DATASETS.get(self.data.name)(**self.data.options)
+        if self.data.validation:
+            dataset = dataset.hold_out(self.data.validation, draws.generator(self.seed, "held out"))
+        if self.data.target == "input":
+            dataset = dataset.onto_itself()
+        split, generator = SPLITS.get(self.data.split.name), draws.generator(self.seed, "split")
+        return dataset, partition(dataset, split, generator, self.data.split.options)
+
+    def make_run(
+        self, make_trainer: MakeTrainer = make_trainer, algorithm: Algorithm | None = None
+    ) -> Run:
+        """The run, with data, split and first weights that depend on the config and seed alone."""
+        dataset, data = self.make_data()
+        given = {"inputs": tuple(dataset.x.shape[1:]), "classes": dataset.outputs}
+        build = MODELS.get(self.model.name)
+        wanted = inspect.signature(build).parameters
+        with torch.random.fork_rng():
+            torch.manual_seed(draws.torch_seed(self.seed, "weights"))
+            options = {k: v for k, v in given.items() if k in wanted} | self.model.options
+            try:
+                model = build(**options)
+            except (RuntimeError, TypeError, ValueError) as error:
+                if ":" in self.model.name:
+                    raise  # a thing of the user's: they will want to see where
+                what = str(error).partition("\n")[0]
+                raise PrefedError(f"model: {self.model.name} cannot be built so: {what}") from error
+        algorithm = algorithm or self.make_algorithm()
+        return Run(algorithm, model, data, self.settings(), make_trainer=make_trainer)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for TOML, enough to run it again."""
+        plain = {name: value for name, value in self.model_dump().items() if value is not None}
+        if self.data.target == "label":  # as in runs from before there was a choice
+            del plain["data"]["target"]
+        return {"batch_size": "full", **plain} if self.batch_size is None else plain
+
+
+def presets() -> list[str]:
+    folder = files("prefed").joinpath("presets")
+    return sorted(
+        p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml")
+    )
+
+
+def read(source: str) -> dict[str, Any]:
+    """The table in a TOML file, or in the preset of that name."""
+    path = Path(source)
+    if source in presets():
+        text = files("prefed").joinpath("presets", f"{source}.toml").read_text()
+        return tomllib.loads(text)
+    if not path.is_file():
+        raise PrefedError(f"{source}: no such file or preset{did_you_mean(source, presets())}")
+    return read_toml(path)
+
+
+LONGEST_FILE, LONGEST_LINE = 1 << 18, 10_000
+"""Of a config, in characters: some that are longer take the parser for ever."""
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table in a file, whatever is in the file."""
+    try:
+        text = read_whole(path).decode()
+        if len(text) > LONGEST_FILE or any(len(line) > LONGEST_LINE for line in text.splitlines()):
+            raise PrefedError(f"{path}: is too long for a config")
+        return tomllib.loads(text)
+    except OSError as error:
+        raise PrefedError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except PrefedError:
+        raise
+    except (ValueError, RecursionError) as error:  # also numbers and nesting without end
+        raise PrefedError(f"{path}: not valid TOML: {error}") from None
+
+
+def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
+    """A checked config from a file, a preset or a table, with changes of the form "key=value"."""
+    table = read(source) if isinstance(source, str) else deepcopy(source)  # changes go deep
+    tuned = table.pop("tuned", {})
+    for name in ("algorithm", "model", "data"):
+        if isinstance(table.get(name), str):
+            table[name] = {"name": table[name]}
+    bare = [_change(table, change) for change in changes]
+    algorithm = table.get("algorithm")
+    if not isinstance(tuned, dict) or not all(isinstance(t, dict) for t in tuned.values()):
+        raise PrefedError("tuned: should hold tables, one for each algorithm")
+    if isinstance(algorithm, dict) and isinstance(algorithm.get("name"), str):
+        table["algorithm"] = {**tuned.get(algorithm["name"], {}), **algorithm}
+    known = _algorithm_options(table)
+    for key, value in filter(None, bare):
+        path = key.split(".")
+        if path[0] not in known:
+            names = {*Config.model_fields, *known}
+            raise PrefedError(f"{key}: unknown option{did_you_mean(path[0], names)}")
+        assign(table["algorithm"], path, value, key)
+    _fill_schedules(table)
+    errors: list[str] = []
+    config = None
+    try:
+        config = Config.model_validate(table)
+    except ValidationError as error:
+        errors += explain(error, Config)
+    errors += _check_parts(table)
+    if errors or config is None:
+        raise PrefedError("\n".join(errors))
+    return config
+
+
+def _fill_schedules(table: dict[str, Any]) -> None:
+    """A cosine that does not say over how many rounds it falls does so over the run's."""
+    algorithm = table.get("algorithm")
+    if not isinstance(algorithm, dict):
+        return
+    for name, value in algorithm.items():
+        if isinstance(value, dict) and value.get("schedule") == "cosine" and "rounds" in table:
+            algorithm[name] = {"rounds": table["rounds"], **value}
+
+
+def algorithms_of(source: str) -> list[str]:
+    """The algorithms a preset or config has step sizes for."""
+    table = read(source)
+    chosen = table.get("algorithm", {})
+    name = chosen if isinstance(chosen, str) else chosen.get("name")
+    return list(table.get("tuned", {})) or [name]
+
+
+def _change(table: dict[str, Any], change: str) -> tuple[str, Any] | None:
+    """Carry out "a.b=value" on the table. A key that does not begin with a setting is handed back:
+    it may be an option of the algorithm, which is not known before all changes are made."""
+    key, separator, text = change.partition("=")
+    key = key.strip()
+    if not separator or not key:
+        raise PrefedError(f"--set {change}: should have the form key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        value = text.strip()
+    path = key.split(".")
+    if path[0] not in {*Config.model_fields, *Config.RENAMED}:
+        return key, value
+    if isinstance(value, str) and key in ("algorithm", "model", "data", "data.split"):
+        value = {"name": value}
+        if key == "data":
+            value = {**table.get("data", {}), **value}
+    assign(table, path, value, change)
+    return None
+
+
+def assign(table: dict[str, Any], path: list[str], value: Any, change: str) -> None:
+    """Set the value at the path, making tables on the way; `change` is what an error names."""
+    for part in path[:-1]:
+        inner = table.setdefault(part, {})
+        if isinstance(inner, str):
+            inner = table[part] = {"name": inner}
+        if not isinstance(inner, dict):
+            raise PrefedError(f"{change}: {part} is not a table")
+        table = inner
+    table[path[-1]] = value
+
+
+def _algorithm_options(table: dict[str, Any]) -> set[str]:
+    try:
+        return set(ALGORITHMS.get(table["algorithm"]["name"]).model_fields)
+    except (PrefedError, KeyError, TypeError, AttributeError):
+        return set()
+
+
+def _check_parts(table: dict[str, Any]) -> list[str]:
+    """What is wrong with the options of the named parts."""
+
+    def part(*path: str) -> tuple[str, dict[str, Any]] | None:
+        value: Any = table
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        value = {"name": value} if isinstance(value, str) else value
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return None  # the config's own check says so
+        return value["name"], {k: v for k, v in value.items() if k not in Data.model_fields}
+
+    errors: list[str] = []
+    sections = (
+        (("algorithm",), ALGORITHMS, ()),
+        (("model",), MODELS, ("inputs", "classes")),
+        (("data",), DATASETS, ()),
+        (("data", "split"), SPLITS, GIVEN_TO_SPLITS),
+    )
+    for path, registry, given in sections:
+        if (found := part(*path)) is None:
+            continue
+        name, options = found
+        try:
+            thing: Any = registry.get(name)
+        except PrefedError as error:
+            errors.append(f"{'.'.join(path)}.name: {error}")
+            continue
+        model = thing if registry is ALGORITHMS else options_model(thing, given)
+        try:
+            model(**options)
+        except ValidationError as error:
+            errors += explain(error, model, prefix=".".join(path) + ".")
+        except PrefedError as error:  # an algorithm says itself what is wrong with its options
+            errors += [f"algorithm.{line.partition('.')[2]}" for line in str(error).splitlines()]
+    return errors
+
+
+def options_model(function: Callable[..., Any], given: Iterable[str]) -> type[BaseModel]:
+    """A model of the options of a function (or class), to check them as everything else is."""
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        if name not in given and parameter.kind not in (
+            inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
+        ):  # fmt: skip
+            empty = inspect.Parameter.empty
+            kind = Any if parameter.annotation is empty else parameter.annotation
+            fields[name] = (kind, ... if parameter.default is empty else parameter.default)
+    return create_model("Options", __config__=ConfigDict(extra="forbid"), **fields)

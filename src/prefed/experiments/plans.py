@@ -1,0 +1,83 @@
+"""Many runs for one question: comparisons of algorithms, and sweeps over options."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefed.core.errors import PrefedError, RunFailed
+from prefed.experiments.config import Config, load
+from prefed.experiments.jobs import Job, run_jobs
+from prefed.experiments.run_directory import diff, read_config
+from prefed.experiments.stored_runs import StoredRun, load_run
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run that is wanted: its config, and the directory that will hold it."""
+
+    title: str
+    config: Config
+    folder: Path
+
+    def stored(self) -> StoredRun | None:
+        """The run if it is on disk; an error if another one is."""
+        if not (self.folder / "config.toml").exists():
+            return None
+        if differences := diff(read_config(self.folder), self.config.to_dict()):
+            raise PrefedError(
+                f"{self.folder}: holds a run of another config; choose another --out\n"
+                + "\n".join(differences)
+            )
+        return load_run(self.folder)
+
+
+OnEvent = Callable[[Planned, dict[str, Any]], None]
+"""Called with {"record": ...} for each round, and once with {"end": status} for each run."""
+
+
+def run_all(
+    planned: Sequence[Planned], workers: int | None = None, on_event: OnEvent = lambda p, e: None
+) -> list[StoredRun]:
+    """Run what is not finished yet, side by side; the same call again goes on after a stop.
+
+    A run that failed for other reasons than divergence ends the experiment with its message,
+    after the others have come to their end.
+    """
+    waiting = []
+    for plan in planned:
+        stored = plan.stored()
+        if stored is not None and stored.status in ("finished", "diverged"):
+            on_event(plan, {"end": stored.status})
+        else:
+            waiting.append(plan)
+    failures = []
+    jobs = [Job(plan.config.to_dict(), plan.folder) for plan in waiting]
+    for number, event in run_jobs(jobs, workers or os.cpu_count() or 1) if jobs else ():
+        plan = waiting[number]
+        if "record" in event:
+            on_event(plan, event)
+            continue
+        if "failed" in event:
+            failures.append(f"{plan.title}: {event['failed']}")
+        on_event(plan, {"end": "finished" if "done" in event else next(iter(event))})
+    if failures:
+        raise RunFailed("\n".join(failures))
+    return [load_run(plan.folder) for plan in planned]
+
+
+def plan_comparison(
+    source: str, algorithms: Iterable[str], seeds: int, changes: Sequence[str], out: Path
+) -> list[Planned]:
+    """Every algorithm with every seed. Seeds are paired: seed s has the same split, first
+    weights, cohorts and batches for each algorithm. Ordered seed by seed."""
+    planned = []
+    for seed in range(seeds):
+        for name in algorithms:
+            config = load(source, [f"algorithm={name}", *changes, f"seed={seed}"])
+            folder = out / f"{name.replace(':', '.')}-seed{seed}"
+            planned.append(Planned(f"{name} seed {seed}", config, folder))
+    return planned

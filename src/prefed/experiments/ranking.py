@@ -1,0 +1,136 @@
+"""What several runs say together: groups of seeds, ranked, with intervals and paired tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from statistics import fmean
+from typing import Any
+
+from prefed.experiments.measures import ACCURACY, Measure, measure
+from prefed.experiments.stats import bootstrap_interval, sign_flip_p
+from prefed.experiments.stored_runs import StoredRun
+
+
+def headings(measure: Measure, target: float) -> list[str]:
+    """Of a ranking, after the label: what `Group.cells` fills. The target is an accuracy."""
+    to_target = [f"rounds\nto {target:.0%}", f"MB up\nto {target:.0%}"]
+    return [
+        f"{measure.heading}\n[95 % interval]",
+        "p vs\nbest",
+        *(to_target if measure is ACCURACY else []),
+        "MB\nup",
+        "MB\ndown",
+        "s",
+    ]
+
+
+@dataclass
+class Group:
+    """The runs of one config that differ in nothing but the seed."""
+
+    label: str
+    runs: list[StoredRun]
+    p_value: float | None = None
+    """Of the paired test against the best group; None for the best itself, or without pairs."""
+    measure: Measure = ACCURACY
+    """What the groups of a ranking are compared by."""
+
+    def values(self) -> dict[int, float]:
+        """The final measure by seed, of runs that came to their end."""
+        found = {run.seed: run.final(self.measure.key) for run in self.runs}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    def mean(self) -> float | None:
+        values = self.values()
+        return fmean(values.values()) if values else None
+
+    def interval(self) -> tuple[float, float] | None:
+        """95 % bootstrap interval of the mean over seeds."""
+        values = self.values()
+        return bootstrap_interval(list(values.values())) if len(values) > 1 else None
+
+    def count(self, status: str) -> int:
+        return sum(run.status == status for run in self.runs)
+
+    def to_target(self, target: float) -> tuple[float, float, int] | None:
+        """Mean rounds and mean megabytes up to that accuracy, and how many runs reached it."""
+        hits = [(run, hit) for run in self.runs if (hit := run.reached(target)) is not None]
+        if not hits:
+            return None
+        megabytes = fmean(run.total("bytes_up", hit["round"]) for run, hit in hits) / 1e6
+        return fmean(hit["round"] for _, hit in hits), megabytes, len(hits)
+
+    def mean_total(self, key: str) -> float:
+        return fmean(run.total(key) for run in self.runs)
+
+    def cells(self, target: float) -> list[str]:
+        """The columns of a ranking, as text."""
+        mean, interval, reached = self.mean(), self.interval(), self.to_target(target)
+        text = self.measure.text
+        value = "-" if mean is None else text(mean)
+        if interval is not None:
+            value += f" [{text(interval[0])}, {text(interval[1])}]"
+        for status in ("diverged", "interrupted", "running"):
+            if count := self.count(status):
+                value += f" ({count}/{len(self.runs)} {status})"
+        rounds = megabytes = "-"
+        if reached is not None:
+            some = f" ({reached[2]}/{len(self.runs)})" if reached[2] < len(self.runs) else ""
+            rounds, megabytes = f"{reached[0]:.0f}{some}", f"{reached[1]:.1f}"
+        return [
+            value,
+            "" if self.p_value is None else f"{self.p_value:.2g}",
+            *([rounds, megabytes] if self.measure is ACCURACY else []),
+            f"{self.mean_total('bytes_up') / 1e6:.1f}",
+            f"{self.mean_total('bytes_down') / 1e6:.1f}",
+            f"{self.mean_total('seconds'):.1f}",
+        ]
+
+
+def group(runs: Sequence[StoredRun]) -> list[Group]:
+    """Best mean first; a group without one, because all diverged, comes last."""
+    by_config: dict[str, list[StoredRun]] = {}
+    for run in runs:
+        by_config.setdefault(json.dumps(_without_seed(run.config), sort_keys=True), []).append(run)
+    members = list(by_config.values())
+    labels = _labels([_without_seed(runs[0].config) for runs in members])
+    by = measure(runs)
+    groups = [Group(label, own, measure=by) for label, own in zip(labels, members, strict=True)]
+    groups.sort(key=lambda g: -inf if (mean := g.mean()) is None else by.sign * mean, reverse=True)
+    for other in groups[1:]:
+        best, values = groups[0].values(), other.values()
+        paired = [best[seed] - values[seed] for seed in best if seed in values]
+        other.p_value = sign_flip_p(paired) if len(paired) > 1 else None
+    return groups
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables with dotted names: "algorithm.client_lr"."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _without_seed(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "seed"}
+
+
+def _labels(configs: list[dict[str, Any]]) -> list[str]:
+    """The algorithm's name, and where it occurs more than once the options that differ."""
+    flat = [flatten(config) for config in configs]
+    labels = []
+    for mine in flat:
+        name = str(mine["algorithm.name"])
+        same = [other for other in flat if other["algorithm.name"] == name]
+        keys = sorted({k for other in same for k in other} - {"algorithm.name"})
+        differing = [k for k in keys if len({str(other.get(k)) for other in same}) > 1]
+        options = [f"{k.removeprefix('algorithm.')}={mine[k]}" for k in differing if k in mine]
+        labels.append(" ".join([name, *options]))
+    return labels

@@ -1,0 +1,274 @@
+"""A run on disk: written safely, resumed exactly.
+
+config.toml          the resolved config, enough to run it again
+environment.json     versions, machine, git revision
+rounds.jsonl         a line per round, appended
+checkpoints/         the two newest (checkpoints.py)
+model.safetensors    the final weights under the model's own names
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import numpy
+import safetensors.torch
+import tomli_w
+import torch
+
+from prefed import __version__
+from prefed.core.deprecated import with_new_names
+from prefed.core.errors import CannotWrite, PrefedError
+from prefed.core.safe_files import lock, remove_leftovers, to_json, write_whole
+from prefed.experiments import checkpoints
+from prefed.experiments.config import Config, read_toml
+from prefed.training.observers import Callback
+from prefed.training.ranks import make_trainer, speaks
+from prefed.training.run import MakeTrainer, Result, Run
+from prefed.training.trainer import Record
+
+SECONDS_BETWEEN = 10.0
+"""A checkpoint is due this long after the last one, or later if writing one takes long; after every
+round if this is 0."""
+
+
+def execute(
+    config: Config,
+    folder: Path | None = None,
+    *,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+    stop: Callable[[], bool] = lambda: False,
+    make_trainer: MakeTrainer = make_trainer,
+    seconds_between: float | None = None,
+) -> Result:
+    """Run a config to its end, writing it into `folder` unless that is None.
+
+    resume           go on where the run in `folder` was; without one there, begin
+    stop             asked after each round; if it says yes, the run is saved and Interrupted raised
+    make_trainer     where clients train, if not on this machine
+    seconds_between  of checkpoints, if not SECONDS_BETWEEN
+
+    Of several ranks the first alone writes and has callbacks.
+    """
+    if folder is None or not speaks():
+        run = config.make_run(make_trainer)
+        return run.run([*(callbacks if speaks() else ()), StopWhen(stop)], config.to_dict())
+    with RunDirectory.open(folder, config, resume, seconds_between) as directory:
+        run = config.make_run(make_trainer)
+        if not directory.is_new:
+            directory.restore(run)
+        return run.run([directory, *callbacks, StopWhen(stop)], config.to_dict())
+
+
+class StopWhen(Callback):
+    """Stops a run after the round in which `wanted` becomes true."""
+
+    def __init__(self, wanted: Callable[[], bool]) -> None:
+        self.wanted = wanted
+
+    def on_round(self, record: Record) -> None:
+        if self.wanted():
+            self.run.stop()
+
+
+class RunDirectory(Callback):
+    """One run's directory, locked while it is open: looks on, and writes down what it sees."""
+
+    def __init__(self, folder: Path, text: str, is_new: bool, seconds_between: float) -> None:
+        self.folder, self.text, self.is_new = folder, text, is_new
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        self.seconds_between = seconds_between
+        self._lock = lock(folder)
+        self._due = 0.0
+        self._saved: int | None = None
+        """The round of the newest checkpoint that this process has written or read."""
+        self._lines: list[str] = []
+
+    @classmethod
+    def open(
+        cls, folder: Path, config: Config, resume: bool, seconds_between: float | None = None
+    ) -> RunDirectory:
+        """The directory if this config may be run there; otherwise an error that says why."""
+        existing = folder / "config.toml"
+        is_new, text = not existing.exists(), tomli_w.dumps(config.to_dict())
+        if not is_new:
+            if differences := diff(read_config(folder), config.to_dict()):
+                raise PrefedError(
+                    f"{folder}: holds a run of another config; choose another directory\n"
+                    + "\n".join(differences)
+                )
+            if not resume:
+                raise PrefedError(
+                    f"{folder}: holds this run already; add --resume to go on with it, "
+                    f"or choose another directory"
+                )
+            text = existing.read_text()  # checkpoints name it: an older version wrote other words
+        elif folder.exists() and (not folder.is_dir() or any(_visible(folder))):
+            raise PrefedError(f"{folder}: is not empty and holds no run; choose another directory")
+        if seconds_between is None:
+            seconds_between = SECONDS_BETWEEN
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return cls(folder, text, is_new, seconds_between)
+        except OSError as error:
+            raise CannotWrite(f"{folder}: cannot be written: {error.strerror or error}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.close()
+
+    def restore(self, run: Run) -> None:
+        remove_leftovers(self.folder)
+        saved = checkpoints.load(self.folder / "checkpoints", self.fingerprint)
+        self._saved, self._lines = saved.round, saved.rounds.splitlines()
+        try:
+            run.restore(saved.tensors, [from_json(line) for line in self._lines], saved.engine)
+        except (ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+            raise PrefedError(
+                f"{self.folder}: its checkpoint is not of this run: {error}"
+            ) from None
+        with self._writing():
+            write_whole(self.folder / "rounds.jsonl", saved.rounds)  # forget what came after
+        self._due = time.monotonic() + self.seconds_between
+
+    def on_start(self, config: dict[str, Any]) -> None:
+        """The config comes last: a directory that has one also has a checkpoint to begin from."""
+        if not self.is_new:
+            return
+        remove_leftovers(self.folder)
+        about = json.dumps(environment() | {"engine": self.run.trainer.engine}, indent=2) + "\n"
+        with self._writing():
+            write_whole(self.folder / "environment.json", about)
+            write_whole(self.folder / "rounds.jsonl", "")
+            self._checkpoint()
+            write_whole(self.folder / "config.toml", self.text)
+
+    def on_round(self, record: Record) -> None:
+        self._append(record)
+        if time.monotonic() >= self._due:
+            self._checkpoint()
+
+    def on_end(self, result: Result) -> None:
+        """The final weights under the model's own names, buffers and frozen parameters too."""
+        self._checkpoint()
+        tensors = self.run.task.flat.module.state_dict()
+        plain = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+        with self._writing():
+            write_whole(self.folder / "model.safetensors", safetensors.torch.save(plain))
+
+    def on_stop(self, reason: str) -> None:
+        run = self.run
+        if run.is_whole and not isinstance(run.stopped_by, KeyboardInterrupt):  # that is: at once
+            self._checkpoint()
+        if len(run.history) > len(self._lines):  # the round that diverged
+            self._append(run.history[-1])
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CannotWrite(
+                f"{self.folder}: cannot be written: {error.strerror or error}. The files that are "
+                f"there are complete; free some disk space and continue with --resume"
+            ) from error
+
+    def _append(self, record: Record) -> None:
+        line = to_json(record)
+        self._lines.append(line)
+        with self._writing(), open(self.folder / "rounds.jsonl", "a") as file:
+            file.write(line + "\n")
+
+    def _checkpoint(self) -> None:
+        run = self.run
+        if run.server.round == self._saved:
+            return
+        start = time.monotonic()
+        tensors = {name: value.cpu() for name, value in run.snapshot().items()}
+        lines = "".join(line + "\n" for line in self._lines)
+        saved = checkpoints.Checkpoint(run.server.round, tensors, lines, run.trainer.engine)
+        with self._writing():
+            checkpoints.save(self.folder / "checkpoints", self.fingerprint, saved)
+        self._saved = saved.round
+        now, between = time.monotonic(), self.seconds_between
+        self._due = now + (max(between, 20 * (now - start)) if between else 0)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config of the run in a directory, in the words of this version."""
+    table = read_toml(folder / "config.toml")
+    renamed: dict[str, Any] = with_new_names(table, Config.RENAMED, warn=False)
+    return renamed
+
+
+def diff(there: dict[str, Any], here: dict[str, Any], path: str = "") -> list[str]:
+    """One line for each key whose value differs."""
+    lines = []
+    for key in sorted({*there, *here}):
+        a, b = there.get(key, "(not set)"), here.get(key, "(not set)")
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += diff(a, b, f"{path}{key}.")
+        elif a != b:
+            lines.append(f"  {path}{key}: {a} there, {b} asked for")
+    return lines
+
+
+def _visible(folder: Path) -> list[Path]:
+    """What is in a directory, but for what a run leaves that was killed before it began."""
+    ours = {"checkpoints", "environment.json", "rounds.jsonl", "logs", "nodes"}
+    return [p for p in folder.iterdir() if p.name not in ours and not p.name.startswith(".")]
+
+
+NUMBERS = ("round", "bytes_up", "bytes_down", "seconds")
+"""What every record has."""
+OPTIONAL = ("train_loss", "test_loss", "test_accuracy", "adaptive_share", "median_step")
+"""Numbers that may be null or missing."""
+
+
+class NotARecord(ValueError):
+    """JSON, but not what is known of a round."""
+
+
+def from_json(line: str) -> Record:
+    """The record that a line holds, whoever wrote the line."""
+    record = json.loads(line)
+    if not isinstance(record, dict) or any(record.get(key) is None for key in NUMBERS):
+        raise NotARecord(line[:80])
+    if not all(isinstance(record.get(key), int | float | None) for key in NUMBERS + OPTIONAL):
+        raise NotARecord(line[:80])
+    return record
+
+
+def environment() -> dict[str, Any]:
+    """What a result may depend on besides its config."""
+    git = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "prefed": __version__,
+        "git_revision": git.stdout.strip() or None,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "platform": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }

@@ -1,0 +1,188 @@
+"""Sweeps: try values of config keys, choose on a validation split, test the choice once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from prefed.core.errors import PrefedError
+from prefed.experiments.config import load
+from prefed.experiments.measures import measure
+from prefed.experiments.plans import OnEvent, Planned, run_all
+from prefed.experiments.stored_runs import StoredRun
+
+VALIDATION = 0.2
+"""Share of the training samples that is set aside unless the config says otherwise."""
+LAST = 0.1
+"""The score of a run is its mean validation accuracy (or loss, where there are no labels) over this
+last share of its evaluations, so that the noise of a single round does not decide."""
+
+Point = dict[str, str]
+"""A value, as text, for each key that is swept."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is tried: lists of values, and ranges (low, high) that are drawn from on a log scale."""
+
+    lists: dict[str, list[str]]
+    ranges: dict[str, tuple[float, float]]
+
+    def grid(self) -> list[Point]:
+        if self.ranges:
+            raise PrefedError("--range needs --random or --optuna: a grid wants lists of values")
+        return [
+            dict(zip(self.lists, values, strict=True)) for values in product(*self.lists.values())
+        ]
+
+    def random(self, points: int) -> list[Point]:
+        generator, drawn = np.random.default_rng(0), []
+        for _ in range(points):
+            point = {k: v[int(generator.integers(len(v)))] for k, v in self.lists.items()}
+            for key, (low, high) in self.ranges.items():
+                value = math.exp(generator.uniform(math.log(low), math.log(high)))
+                point[key] = f"{value:.6g}"
+            drawn.append(point)
+        return drawn
+
+
+@dataclass(frozen=True)
+class Scored:
+    point: Point
+    runs: list[StoredRun]
+
+    @property
+    def score(self) -> float:
+        """Mean over seeds; minus infinity if any of them diverged."""
+        return fmean(score(run) for run in self.runs)
+
+
+def score(run: StoredRun) -> float:
+    """That of a run that finished; minus infinity for others."""
+    return final_score(run) if run.status == "finished" else -math.inf
+
+
+def final_score(run: StoredRun) -> float:
+    """More is better: a loss counts with a minus. Minus infinity for a run whose last evaluation is
+    missing or not finite."""
+    by = measure([run])
+    last = run.history[-1].get(by.key) if run.history else None
+    if last is None or not math.isfinite(last):
+        return -math.inf
+    values = by.of(run)
+    return by.sign * fmean(values[-max(1, round(LAST * len(values))) :])
+
+
+Suggest = Callable[[list[Scored]], list[Point]]
+"""The next points to try, given all that were tried; none ends the sweep."""
+
+
+def all_at_once(points: list[Point]) -> Suggest:
+    return lambda tried: [] if tried else points
+
+
+class Optuna:
+    """Points by Optuna's TPE sampler, `batch` at a time."""
+
+    def __init__(self, space: Space, points: int, batch: int) -> None:
+        try:
+            import optuna
+        except ImportError:
+            raise PrefedError("--optuna needs Optuna: pip install 'prefed[optuna]'") from None
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        sampler = optuna.samplers.TPESampler(seed=0)
+        self.study = optuna.create_study(direction="maximize", sampler=sampler)
+        self.space, self.points, self.batch = space, points, batch
+        self.asked: list[Any] = []
+
+    def __call__(self, tried: list[Scored]) -> list[Point]:
+        for trial, scored in zip(self.asked, tried[-len(self.asked) :], strict=False):
+            self.study.tell(trial, scored.score)
+        self.asked = [
+            self.study.ask() for _ in range(max(0, min(self.batch, self.points - len(tried))))
+        ]
+        return [self._point(trial) for trial in self.asked]
+
+    def _point(self, trial: Any) -> Point:
+        point = {k: trial.suggest_categorical(k, v) for k, v in self.space.lists.items()}
+        for key, (low, high) in self.space.ranges.items():
+            point[key] = f"{trial.suggest_float(key, low, high, log=True):.6g}"
+        return point
+
+
+def sweep(
+    source: str,
+    changes: Sequence[str],
+    suggest: Suggest,
+    seeds: int,
+    out: Path,
+    workers: int | None = None,
+    on_event: OnEvent = lambda planned, event: None,
+) -> list[Scored]:
+    """Try points on the validation split until there are no more; the best comes first."""
+    tried: list[Scored] = []
+    while batch := suggest(tried):
+        plans = [plan_point(source, changes, point, seeds, out / "points") for point in batch]
+        stored = iter(run_all([p for plan in plans for p in plan], workers, on_event))
+        for point, plan in zip(batch, plans, strict=True):
+            tried.append(Scored(point, [next(stored) for _ in plan]))
+    return sorted(tried, key=lambda scored: scored.score, reverse=True)
+
+
+def plan_point(
+    source: str, changes: Sequence[str], point: Point, seeds: int, out: Path
+) -> list[Planned]:
+    """The runs of one point, on the validation split."""
+    base = load(source, changes)
+    held_out = base.data.validation or VALIDATION
+    return _plan(source, [*changes, f"data.validation={held_out}"], point, seeds, out)
+
+
+def evaluate_best(
+    source: str,
+    changes: Sequence[str],
+    best: Scored,
+    seeds: int,
+    out: Path,
+    workers: int | None = None,
+    on_event: OnEvent = lambda planned, event: None,
+) -> list[StoredRun]:
+    """The chosen point once more, on all training samples and the test set."""
+    whole = [*changes, "data.validation=0"]
+    return run_all(_plan(source, whole, best.point, seeds, out / "best"), workers, on_event)
+
+
+def _plan(
+    source: str, changes: Sequence[str], point: Point, seeds: int, out: Path
+) -> list[Planned]:
+    title = " ".join(f"{key}={value}" for key, value in point.items())
+    name = title.replace(" ", ",").replace("/", "_").replace(":", ".")
+    assigned = [f"{key}={value}" for key, value in point.items()]
+    return [
+        Planned(
+            f"{title} seed {seed}",
+            load(source, [*changes, *assigned, f"seed={seed}"]),
+            out / f"{name},seed={seed}",
+        )
+        for seed in range(seeds)
+    ]
+
+
+def on_edge(lists: Mapping[str, Sequence[Any]], best: Mapping[str, Any]) -> list[str]:
+    """The keys whose best value is the smallest or largest that was tried, of at least three."""
+    edges = []
+    for key, tried in lists.items():
+        try:
+            values = sorted(float(value) for value in tried)
+        except (TypeError, ValueError):
+            continue
+        if len(values) > 2 and float(best[key]) in (values[0], values[-1]):
+            edges.append(key)
+    return edges

@@ -1,0 +1,77 @@
+"""The updates of one cohort: let in or refused, and added up as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from logging import WARNING
+
+from flwr.supercore import log
+from torch import Tensor
+
+from prefed.training.admission import Admission, NotFinite, Refused, UntrustedUpdate
+from prefed.training.mean import Mean
+
+Values = dict[str, Tensor]
+
+
+class Arrivals:
+    """Holds a running mean over the cohort's positions and not the updates: a few vectors if
+    they come in order, whatever the size of the cohort, and the same bits in any order."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        cohort: Sequence[int],
+        weight: Callable[[int], float],
+        change: Callable[[Values], Values] = dict,
+    ) -> None:
+        """weight   of a client with so many samples
+        change   done to what was let in, before it is added up
+        """
+        self.admission, self.weight, self.change = admission, weight, change
+        self.position = {client: position for position, client in enumerate(cohort)}
+        self.mean = Mean()
+        self.refused: dict[int, Refused] = {}
+        """The clients without an admitted update, and why."""
+
+    @property
+    def round(self) -> int:
+        """Counted from 1."""
+        return self.admission.round + 1
+
+    @property
+    def missing(self) -> list[int]:
+        return [c for c in self.position if c not in self.admission.admitted]
+
+    @property
+    def diverged(self) -> bool:
+        """Every client has answered or failed, and all with numbers that are not finite."""
+        return len(self.refused) == len(self.position) and all(
+            isinstance(reason, NotFinite) for reason in self.refused.values()
+        )
+
+    def take(self, client: int, read: Callable[[], UntrustedUpdate]) -> UntrustedUpdate | None:
+        """The update that `read` makes of what came for `client`, if it is let in."""
+        try:
+            update = read()
+            if update.client != client:
+                raise Refused(f"it speaks for client {update.client!r}")
+            self.admission.admit(update)
+        except Refused as reason:
+            self.refuse(client, reason)
+            return None
+        except Exception as error:  # what a hostile update may make a library raise
+            self.refuse(client, Refused(f"cannot be read: {type(error).__name__}: {error}"))
+            return None
+        self.refused.pop(client, None)
+        position, weight = self.position[client], self.weight(update.samples)
+        self.mean.add(position, self.change(dict(update.values)), weight, update.loss)
+        return update
+
+    def refuse(self, client: int, reason: Refused) -> None:
+        if client not in self.admission.admitted:
+            self.refused[client] = reason
+        log(WARNING, "round %d, client %d: %s", self.round, client, reason)
+
+    def reasons(self) -> list[str]:
+        return [f"client {client}: {reason}" for client, reason in sorted(self.refused.items())]

@@ -1,0 +1,51 @@
+"""How a deployed run deals with nodes that are late, gone or not to be trusted."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, ValidationError
+
+from prefed.core.deprecated import with_new_names
+from prefed.core.errors import PrefedError, explain
+
+RENAMED = {"quorum": "min-fraction"}
+"""Old names in a run config."""
+
+
+class Options(BaseModel):
+    """In a Flower run config the same names stand with hyphens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    join_seconds: PositiveFloat = 300.0
+    """How long the run waits for its nodes before it begins with those that are there."""
+    round_seconds: PositiveFloat = 600.0
+    """How long it waits for the updates of a round."""
+    min_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """The fraction of a cohort that must send a usable update for the round to count."""
+    retries: NonNegativeInt = 2
+    """How often the missing clients of a round with too few updates are asked again."""
+    norm_cap: PositiveFloat | None = None
+    """Longest change of the weights that is let in."""
+
+    @classmethod
+    def from_run_config(cls, table: dict[str, Any]) -> Options:
+        table = with_new_names(table, RENAMED)
+        known = {name.replace("_", "-"): name for name in cls.model_fields}
+        values = {known[key]: value for key, value in table.items() if key in known}
+        if values.get("norm_cap") == 0:
+            del values["norm_cap"]  # TOML has no word for none
+        return cls.checked(**values)
+
+    @classmethod
+    def checked(cls, **values: Any) -> Options:
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise PrefedError("\n".join(explain(error, cls))) from None
+
+    def to_run_config(self) -> dict[str, Any]:
+        values = self.model_dump()
+        values["norm_cap"] = values["norm_cap"] or 0
+        return {name.replace("_", "-"): value for name, value in values.items()}

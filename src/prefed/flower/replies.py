@@ -1,0 +1,69 @@
+"""Messages out, replies back as they come, and no wait without an end.
+
+Flower's own send_and_receive holds all replies at once, asks every three seconds, and fails as a
+whole if one of them cannot be decoded. Here each reply is fetched by itself and handed on before
+the next is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import httpx
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from prefed.training.admission import Refused
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5
+
+
+def exchange(
+    grid: Grid, messages: Sequence[Message], seconds: float
+) -> Iterator[tuple[Message, Message | Refused]]:
+    """Each message with its reply, or with the reason why there is none, until all have come or
+    so many seconds have passed."""
+    end = time.monotonic() + seconds
+    pushed = set(grid.push_messages(messages))
+    waiting: dict[str, Message] = {}
+    for message in messages:
+        if message.metadata.message_id in pushed:
+            waiting[message.metadata.message_id] = message
+        else:
+            yield message, Refused("the message could not be sent to its node")
+    pause = FIRST_PAUSE
+    while waiting and time.monotonic() < end:
+        arrived = False
+        for number in list(waiting):
+            found = _fetch(grid, number)
+            if found is not None:
+                arrived = True
+                message = waiting.pop(number)
+                yield message, _from_its_node(message, found)
+        pause = FIRST_PAUSE if arrived else min(2 * pause, LONGEST_PAUSE)
+        if waiting:
+            time.sleep(pause)
+    for message in waiting.values():
+        yield message, Refused(f"no answer within {seconds:g} s")
+
+
+def _from_its_node(message: Message, reply: Message | Refused) -> Message | Refused:
+    if isinstance(reply, Refused) or reply.metadata.src_node_id == message.metadata.dst_node_id:
+        return reply
+    return Refused(f"node {reply.metadata.src_node_id} answered for it")
+
+
+def _fetch(grid: Grid, number: str) -> Message | Refused | None:
+    try:
+        replies = list(grid.pull_messages([number]))
+    except httpx.HTTPError:
+        raise  # the SuperLink is gone, not the client
+    except Exception as error:  # a reply that Flower itself cannot decode
+        return Refused(f"its reply cannot be read: {type(error).__name__}: {str(error)[:200]}")
+    for reply in replies:
+        if reply.metadata.reply_to_message_id == number:
+            if reply.has_error():
+                return Refused(f"failed: {str(reply.error.reason)[:500]} ({reply.error.code})")
+            return reply
+    return None

@@ -1,0 +1,241 @@
+"""For ClientApps of the user's own: a few lines that make them clients of any prefed algorithm.
+
+    @app.train()
+    def train(message, context):
+        model, batches = Net(), load_batches(context)
+        return prefed.flower.local_train(message, context, model, batches)
+
+or, with a training loop of one's own around prefed.optim.Covariance, `load_state` before it and
+`state_record` after it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+
+from prefed.algorithms import ALGORITHMS, Algorithm
+from prefed.core.errors import PrefedError
+from prefed.core.layout import FlatModel, Layout
+from prefed.core.losses import by_targets
+from prefed.flower import protocol as p
+from prefed.flower.kept_state import NEVER, KeptState, state_directory
+from prefed.flower.statedict import StateDict
+from prefed.flower.wire import pack, unpack
+from prefed.optim import Covariance
+from prefed.rules import Field
+from prefed.training.admission import Spec, broadcast
+from prefed.training.round import Block, Server, first_kept, local_update, policy
+from prefed.training.task import Loss
+
+Batch = tuple[Tensor, Tensor]
+
+
+def local_train(
+    message: Message,
+    context: Context,
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    loss: Loss | None = None,
+    samples: int | None = None,
+    algorithm: Algorithm | None = None,
+) -> Message:
+    """Train `model` from the message's arrays on the batches, one step each, by the algorithm of
+    the server's strategy, and answer with all that it wants to know. The model is changed.
+
+    loss        (output, y) -> one number; None is the one that prefed.simulate has for such y
+    samples     the number for the server's weighting; by default all samples in the batches
+    algorithm   for one that is not prefed's own, which a server cannot name
+    """
+    asked = _Asked(message.content)
+    algorithm = algorithm or asked.algorithm()
+    steps = list(batches)
+    if not steps:
+        raise PrefedError("batches: there is none")
+    model.load_state_dict(asked.arrays.to_torch_state_dict())
+    flat = FlatModel(model.train())
+    order = _Order(asked.shape.layout, flat.layout)
+    start = flat.weights.clone()
+    weights, buffers = asked.shape.read(asked.arrays)
+    reference = Server.start(algorithm, asked.shape.layout, weights, buffers)
+    specs = broadcast(algorithm, reference)
+    shared = unpack(asked.state, {n: specs[n] for n in reference.shared})
+    server = Server(
+        asked.round,
+        start,
+        flat.read_buffers(),
+        {},
+        {n: order.to_model(v).to(start.device) for n, v in shared.items()},
+        flat.layout,
+    )
+    keeps = first_kept(algorithm, flat.layout, start)
+    kept_specs = {n: Spec(tuple(v.shape), v.dtype) for n, v in keeps.items()}
+    store = KeptState(state_directory(dict(context.node_config)), f"{context.run_id:016x}")
+    began = store.read(context.node_id, asked.after, kept_specs) if keeps else None
+    kept = {} if began is None else {0: {n: v.to(start.device) for n, v in began.items()}}
+
+    update = local_update(
+        algorithm, server, _Block(flat, steps, loss or by_targets), kept, len(steps)
+    )
+    change = update.values["weights"][0].clone()
+    flat.weights.copy_(start).add_(change)
+    if keeps:
+        store.write(context.node_id, asked.round, {n: v[0] for n, v in update.kept.items()})
+    reply = RecordDict({"arrays": ArrayRecord(_plain(model.state_dict()))})
+    if shared:
+        sent = {n: v for n, v in shared.items() if n in update.values}
+        back = {n: order.to_server(update.values[n][0].cpu(), v) for n, v in sent.items()}
+        reply[p.STATE] = pack(back)
+    reply["metrics"] = MetricRecord(
+        {
+            p.SAMPLES: samples if samples is not None else sum(len(x) for x, _ in steps),
+            p.LOSS: float(update.losses[0]),
+            p.ROUND: asked.round,
+        }
+    )
+    return Message(reply, reply_to=message)
+
+
+def load_state(message: Message, model: nn.Module, optimiser: Covariance) -> None:
+    """Give the optimiser the m and P that the server sent; what it did not send begins at zero."""
+    asked = _Asked(message.content)
+    parts = {}
+    for name, vector in asked.vectors().items():
+        parts[name] = asked.shape.layout.views(vector)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            state: dict[str, Any] = optimiser.state[parameter]
+            for field in ("m", "P"):
+                found = parts.get(field, {}).get(name)
+                state[field] = torch.zeros_like(parameter)
+                if found is not None:
+                    state[field].copy_(found)
+
+
+def state_record(message: Message, model: nn.Module, optimiser: Covariance) -> ArrayRecord:
+    """The optimiser's m and P for the reply, as reply["prefed-state"] = state_record(...)."""
+    asked = _Asked(message.content)
+    algorithm, held = asked.algorithm(), asked.vectors()
+    vectors = {n: v for n, v in held.items() if policy(algorithm, n).sent(asked.round)}
+    for field, vector in vectors.items():
+        views = asked.shape.layout.views(vector)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                views[name].copy_(optimiser.state[parameter][field])
+    return pack(vectors)
+
+
+def tell_partition(app: ClientApp) -> None:
+    """Let a ClientApp say its partition id when it is asked, for cohorts that can be repeated."""
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        number = context.node_config.get(p.PARTITION)
+        if not isinstance(number, int):
+            raise PrefedError(f"start this SuperNode with --node-config '{p.PARTITION}=0'")
+        return Message(RecordDict({p.NODE: ConfigRecord({p.PARTITION: number})}), reply_to=message)
+
+
+class _Asked:
+    """A strategy's message, taken apart."""
+
+    def __init__(self, content: RecordDict) -> None:
+        arrays = [r for key, r in content.array_records.items() if key != p.STATE]
+        configs = [r for r in content.config_records.values() if p.ALGORITHM in r]
+        if len(arrays) != 1 or len(configs) != 1:
+            raise PrefedError("the message is not from a strategy of prefed.flower")
+        self.arrays, (self.config,) = arrays[0], configs
+        self.state: object = content.get(p.STATE, ArrayRecord())
+        self.round = int(self.config["server-round"]) - 1  # type: ignore[arg-type]
+        self.after = int(self.config.get(p.AFTER, NEVER))  # type: ignore[arg-type]
+        self.shape = StateDict(self.arrays, list(self.config.get(p.BUFFERS, ())))  # type: ignore[arg-type]
+
+    def algorithm(self) -> Algorithm:
+        options = json.loads(str(self.config[p.ALGORITHM]))
+        name = options.pop("name")
+        if ":" in name:  # a message must not choose what is imported here
+            raise PrefedError(f"the server runs {name}: hand it to local_train as algorithm=")
+        return ALGORITHMS.get(name)(**options)
+
+    def vectors(self) -> dict[str, Tensor]:
+        weights, buffers = self.shape.read(self.arrays)
+        algorithm = self.algorithm()
+        server = Server.start(algorithm, self.shape.layout, weights, buffers)
+        specs = broadcast(algorithm, server)
+        return unpack(self.state, {name: specs[name] for name in server.shared})
+
+
+class _Order:
+    """From the server's vector, in the order of the state dict, to the model's and back. The model
+    may have frozen parameters, which it does not train, and another memory layout."""
+
+    def __init__(self, server: Layout, model: Layout) -> None:
+        self.server, self.model = server, model
+        shapes = {entry.name: entry.shape for entry in server.entries}
+        for entry in model.entries:
+            if shapes.get(entry.name) != entry.shape:
+                raise PrefedError(f"the arrays of the server do not fit the model: {entry.name}")
+        self.same = server == model
+
+    def to_model(self, vector: Tensor) -> Tensor:
+        if self.same or vector.numel() == 1:
+            return vector.clone()
+        self._only_vectors(vector)
+        result = vector.new_empty(self.model.size)
+        there = self.server.views(vector)
+        for name, view in self.model.views(result).items():
+            view.copy_(there[name])
+        return result
+
+    def to_server(self, vector: Tensor, received: Tensor) -> Tensor:
+        if self.same or vector.numel() == 1:
+            return vector
+        result = received.clone()
+        there = self.server.views(result)
+        for name, view in self.model.views(vector).items():
+            there[name].copy_(view)
+        return result
+
+    def _only_vectors(self, vector: Tensor) -> None:
+        if tuple(vector.shape) != (self.server.size,):
+            raise PrefedError('shape="full" needs a model without frozen parameters')
+
+
+class _Block(Block):
+    """One client, on batches that the user made."""
+
+    def __init__(self, flat: FlatModel, batches: Sequence[Batch], loss: Loss) -> None:
+        self.clients: Sequence[int] = [0]
+        self.layout = flat.layout
+        self.flat, self.batches, self.loss = flat, batches, loss
+        self.weights, self.gradient = flat.weights[None], flat.gradient[None]
+
+    def differentiate(self, k: int) -> Tensor:
+        x, y = (part.to(self.weights.device) for part in self.batches[k])
+        self.flat.gradient.zero_()
+        loss = self.loss(self.flat.module(x), y)
+        loss.backward()
+        return loss.detach()[None]
+
+    def state(self, name: str, field: Field) -> Tensor:
+        return field.new(self.weights, 1)
+
+    def read_buffers(self) -> Tensor:
+        return self.flat.read_buffers()[None]
+
+    def write_buffers(self, buffers: Tensor) -> None:
+        self.flat.write_buffers(buffers)
+
+    def cohort_mean(self, rows: Tensor) -> Tensor:
+        raise PrefedError("clients cannot meet in every step on Flower")
+
+
+def _plain(tensors: dict[str, Tensor]) -> Any:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -1,0 +1,229 @@
+"""What a study says: a table, a figure, and both as numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from prefed.core.safe_files import to_json, write_whole
+from prefed.experiments.measures import ACCURACY, LOSS, Measure, measure
+from prefed.experiments.stats import student_interval
+from prefed.experiments.stored_runs import StoredRun
+from prefed.experiments.study import Bench, Runs
+from prefed.experiments.sweep import final_score
+from prefed.report.curves import COLOURS
+from prefed.report.figures import to_bytes
+
+Row = dict[str, Any]
+
+
+def write(bench: Bench, name: str) -> str:
+    """STUDY.json, STUDY.md and STUDY.png; the table is returned too."""
+    runs = bench.runs()
+    rows = summarise(runs, bench.study.reference)
+    best = bench.best()
+    record = {
+        "title": bench.study.title,
+        "config": bench.study.config,
+        "tuned": best,
+        "at_the_edge": {n: e for n, p in best.items() if (e := bench.on_edge(n, p))},
+        "lines": rows,
+    }
+    text = table(rows, bench.study.reference)
+    write_whole(bench.out / f"{name}.json", to_json(record, indent=1) + "\n")
+    write_whole(bench.out / f"{name}.md", text + "\n")
+    shown = bench.study.curves or list(bench.study.compared())[: len(bench.study.grid) or 8]
+    if rows:
+        chosen = {label: runs[label] for label in shown if label in runs}
+        picture = draw(rows, chosen, against_upload=bench.study.ends == "upload")
+        write_whole(bench.out / f"{name}.png", to_bytes(picture, "png"))
+    return text
+
+
+def evaluations(run: StoredRun, by: Measure) -> list[tuple[int, float]]:
+    """(round, accuracy in per cent or loss) wherever it was evaluated."""
+    found = ((r["round"], r.get(by.key)) for r in run.history)
+    return [(round, by.scale * value) for round, value in found if value is not None]
+
+
+def unrest(run: StoredRun, by: Measure) -> float:
+    """How much the curve jumps: the spread of its evaluations around their own trend, in the
+    second half of the run, as the root mean square of second differences over sqrt(6)."""
+    values = [v for _, v in evaluations(run, by)]
+    values = values[len(values) // 2 :]
+    bends = [a - 2 * b + c for a, b, c in zip(values, values[1:], values[2:], strict=False)]
+    return math.sqrt(fmean(b * b for b in bends) / 6) if bends else math.nan
+
+
+def summarise(runs: Runs, reference: str | None) -> list[Row]:
+    """A row for each line with a run that came to its end, the best first."""
+    by = measure([run for by_seed in runs.values() for run in by_seed.values()])
+
+    def value(run: StoredRun) -> float:
+        return by.sign * by.scale * final_score(run)
+
+    ended = {label: _ended(by_seed) for label, by_seed in runs.items()}
+    base = {s: value(run) for s, run in ended.get(reference or "", {}).items()}
+    rows = []
+    for label, by_seed in runs.items():
+        values = {seed: value(run) for seed, run in ended[label].items()}
+        paired = [values[s] - base[s] for s in values if s in base]
+        first = next(iter(by_seed.values()))
+        up = fmean(run.total("bytes_up") for run in by_seed.values())
+        whole = list(ended[label].values()) or [first]
+        low, high = student_interval(list(values.values()))
+        rows.append(
+            {
+                "label": label,
+                "algorithm": first.config["algorithm"],
+                "measure": by.key,
+                "values": values,
+                "mean": fmean(values.values()) if values else None,
+                "interval": (low, high),
+                "difference": fmean(paired) if paired and label != reference else None,
+                "difference_interval": student_interval(paired) if label != reference else None,
+                "jumps": {run.seed: unrest(run, by) for run in whole},
+                "diverged": len(by_seed) - len(values),
+                "megabytes_up": up / 1e6,
+                "vectors_up": up / first.total("bytes_down_weights"),
+                "megabytes_down": fmean(r.total("bytes_down") for r in by_seed.values()) / 1e6,
+                "seconds": fmean(run.total("seconds") for run in by_seed.values()),
+            }
+        )
+    return sorted(rows, key=lambda r: math.inf if r["mean"] is None else -by.sign * r["mean"])
+
+
+def _is_accuracy(rows: list[Row]) -> bool:
+    return any(row["measure"] == ACCURACY.key for row in rows)
+
+
+def _ended(by_seed: dict[int, StoredRun]) -> dict[int, StoredRun]:
+    return {seed: run for seed, run in by_seed.items() if run.status != "diverged"}
+
+
+def table(rows: list[Row], reference: str | None) -> str:
+    accuracy = _is_accuracy(rows)
+    what = "test accuracy %" if accuracy else "test loss"
+    head = ["", what, "jumps", "MB up", "up / d", "seeds"]
+    if reference:
+        head.insert(2, f"minus {reference}")
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    digits = 2 if accuracy else 5
+    for row in rows:
+        cells = [row["label"], _with_interval(row["mean"], row["interval"], f".{digits}f")]
+        if reference:
+            difference = row["difference"], row["difference_interval"]
+            cells.append(_with_interval(*difference, f"+.{digits}f"))
+        seeds = str(len(row["values"]))
+        if row["diverged"]:
+            seeds += f", {row['diverged']} diverged"
+        jumps = fmean(row["jumps"].values())
+        cells += [
+            f"{jumps:.{digits}f}" if math.isfinite(jumps) else "",
+            f"{row['megabytes_up']:.1f}",
+            f"{row['vectors_up']:.3g}",
+            seeds,
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _with_interval(mean: float | None, interval: Sequence[float] | None, form: str) -> str:
+    if mean is None:
+        return ""
+    text = f"{mean:{form}}"
+    if interval is not None and math.isfinite(interval[0]):
+        text += f" [{interval[0]:{form}}, {interval[1]:{form}}]"
+    return text
+
+
+def draw(rows: list[Row], shown: Runs, against_upload: bool) -> Figure:
+    """On the left the way there, round by round; on the right the end."""
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    ways, ends = figure.subplots(1, 2)
+    accuracy = _is_accuracy(rows)
+    by = ACCURACY if accuracy else LOSS
+    label = "test accuracy %" if accuracy else "test loss"
+    styles = {name: _style(i) for i, name in enumerate(shown)}
+    for name, by_seed in shown.items():
+        _curve(ways, list(_ended(by_seed).values()), by, name, *styles[name][:2])
+    ways.set(xlabel="round", ylabel=label, title="mean over seeds")
+    if not accuracy:
+        ways.set_yscale("log")
+    (_against_upload if against_upload else _line_by_line)(
+        ends, [row for row in rows if row["mean"] is not None], styles
+    )
+    ends.set(title="at the end, 95 % intervals")
+    (ends.set_ylabel if against_upload else ends.set_xlabel)(label)
+    for axes in (ways, ends):
+        axes.grid(alpha=0.25, lw=0.5)
+        axes.tick_params(labelsize=8)
+    ways.legend(frameon=False, fontsize=7, ncols=2)
+    return figure
+
+
+Styles = dict[str, tuple[str, str, str]]
+PLAIN = ("#7f7f7f", "-", ".")
+
+
+def _line_by_line(axes: Axes, rows: list[Row], styles: Styles) -> None:
+    """A row for each line of the table, the best on top."""
+    low, high = _limits(rows)
+    for place, row in enumerate(reversed(rows)):
+        colour, _, marker = styles.get(row["label"], PLAIN)
+        if low <= row["mean"] <= high:
+            axes.errorbar(row["mean"], place, xerr=_bar(row), fmt=marker, color=colour, ms=6, lw=1)
+        else:  # an arrow to where it would be
+            edge, arrow = (low, "<") if row["mean"] < low else (high, ">")
+            axes.plot(edge, place, arrow, color=colour, ms=6, clip_on=False)
+    axes.set_yticks(range(len(rows)), [row["label"] for row in reversed(rows)])
+    axes.set_xlim(low, high)
+
+
+def _against_upload(axes: Axes, rows: list[Row], styles: Styles) -> None:
+    for row in rows:
+        colour, _, marker = styles.get(row["label"], PLAIN)
+        axes.errorbar(row["megabytes_up"], row["mean"], _bar(row), fmt=marker, color=colour, ms=6,
+                      lw=0.8)  # fmt: skip
+    axes.set(xlabel="megabytes uploaded", xscale="log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylim(*_limits(rows))
+
+
+def _bar(row: Row) -> list[list[float]] | None:
+    low, high = row["interval"]
+    return None if not math.isfinite(low) else [[row["mean"] - low], [high - row["mean"]]]
+
+
+def _style(i: int) -> tuple[str, str, str]:
+    """A colour, a line and a marker: eight colours, then the same with another line and marker."""
+    return COLOURS[i % 8], ("-", "--", ":")[i // 8 % 3], "os^vDP*X"[i % 8]
+
+
+def _curve(
+    axes: Axes, runs: list[StoredRun], by: Measure, label: str, colour: str, line: str
+) -> None:
+    if not runs:
+        return
+    found = [evaluations(run, by) for run in runs]
+    rounds = [r for r, _ in min(found, key=len)]
+    mean = [fmean(values) for values in zip(*([v for _, v in f] for f in found), strict=False)]
+    axes.plot(rounds, mean, line, color=colour, label=label, lw=1.3)
+
+
+def _limits(rows: list[Row]) -> tuple[float, float]:
+    """Show what differs: a line that failed must not squeeze the others into one."""
+    values = [row["mean"] for row in rows]  # the best first
+    best, middle = values[0], values[len(values) // 2]
+    room = max(3 * abs(best - middle), 0.02 * abs(best))
+    room = max([room, *(1.05 * abs(v - best) for v in values if abs(v - best) < 3 * room)])
+    up = _is_accuracy(rows)
+    return (best - room, best + room / 2) if up else (best - room / 2, best + room)

@@ -1,0 +1,59 @@
+"""The covariance rule with the whole matrix, for models small enough to hold one."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from prefed.core.errors import PrefedError
+from prefed.rules.covariance import SHAPES
+from prefed.rules.covariance_matrix import MatrixCovariance, inverse_roots
+
+MATRICES = 10
+"""So many d x d matrices of 8 bytes are alive at a time: the server's P, a client's, the sum over
+clients, the root, and what the eigendecomposition works in."""
+LARGEST = 4096
+"""Whatever the memory: factorising a larger matrix takes minutes."""
+
+
+@SHAPES.register("full")
+@dataclass(frozen=True)
+class FullCovariance(MatrixCovariance):
+    """P is the d x d covariance. On a diagonal P this is the diagonal rule."""
+
+    one_matrix: ClassVar[bool] = True
+
+    def kept_shape(self) -> tuple[int, ...]:
+        assert self.layout is not None
+        d, most = self.layout.size, largest()
+        if d > most:
+            raise PrefedError(
+                f'shape: "full" holds a {d} x {d} matrix and factorises it, in '
+                f"{MATRICES * 8 * d * d / 1e9:.1f} GB; here it takes at most {most} parameters. "
+                f'Use shape="kronecker", "block" or "diagonal"'
+            )
+        return (d, d)
+
+    root_shape = kept_shape
+
+    def add_outer(self, P: Tensor, r: Tensor, keep: float, take: float) -> None:
+        P.mul_(keep).addcmul_(r.unsqueeze(-1), r.unsqueeze(-2), value=take)
+
+    def derive(self, P: Tensor) -> Tensor:
+        return inverse_roots(P, self.tau)
+
+    def move(self, w: Tensor, root: Tensor, u: Tensor, lr: float) -> None:
+        w.sub_((root @ u.unsqueeze(-1)).squeeze(-1), alpha=lr)
+
+    def diagonal(self, P: Tensor) -> Tensor:
+        return P.diagonal()
+
+
+def largest() -> int:
+    """So many parameters: what half of this machine's memory holds, within reason."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(LARGEST, math.isqrt(memory // (2 * MATRICES * 8)))

@@ -1,0 +1,162 @@
+"""What the covariance rules with off-diagonal entries share: when roots are derived and applied."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from prefed.core.layout import Entry, Layout
+from prefed.rules.covariance import Covariance
+from prefed.rules.rule import Field, Rule, State
+
+
+@dataclass(frozen=True)
+class MatrixCovariance(Covariance):
+    """P holds matrices; the step is (P^(1/2) + tau*I)^(-1) m.
+
+    P is what is shared, averaged and saved. The inverse root is derived from it by an
+    eigendecomposition in float64 where it is used. With refresh = 1 that is in every step. With
+    more, a client derives it from the server's P when its round begins and from its own after
+    every `refresh` steps; the server in every `refresh`-th round. In between it stays in the
+    state, so that a resumed run goes on with the same one.
+    """
+
+    elementwise: ClassVar[bool] = False
+    one_matrix: ClassVar[bool] = False
+    """P is a single matrix, and not several in some packing."""
+
+    refresh: int = 1
+    layout: Layout | None = None
+    """Known after `fit`."""
+
+    def fit(self, layout: Layout) -> Self:
+        return replace(self, layout=layout)
+
+    def fast(self, w: Tensor) -> Rule:
+        return self
+
+    def fields(self, layout: Layout) -> dict[str, Field]:
+        fitted = self.fit(layout)
+        P = Field(fitted.kept_shape(), nonnegative=self.one_matrix)
+        fields = {"m": Field((layout.size,)), "P": P} | self.masses()
+        if self.refresh > 1:
+            fields |= {"root": Field(fitted.root_shape()), "left": Field((1,))}
+        return fields
+
+    def begin(self, w: Tensor, state: State) -> None:
+        """All clients begin with the same P, so its root is derived once and remembered: once a
+        round and thread. The zeros before the first round tell nothing yet."""
+        if self.refresh == 1 or not state["P"].any():
+            return
+        P, root = _rows(state["P"], w), _rows(state["root"], w)
+        if "P_mass" in state:
+            P = P / _rows(state["P_mass"], w).view(-1, *[1] * (P.dim() - 1))
+        state["left"].fill_(self.refresh)
+        for row in range(len(P)):
+            known = _local.__dict__.get("newest")
+            if known is None or known[0] != self or not torch.equal(known[1], P[row]):
+                known = self, P[row].clone(), self.derive(P[row : row + 1])[0]
+                _local.newest = known
+            root[row].copy_(known[2])
+
+    def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
+        m, P = state["m"], state["P"]
+        m.lerp_(g, 1 - self.beta1)
+        keep, take = (self.beta2, 1 - self.beta2) if self.accumulate == "ema" else (1.0, 1.0)
+        self.add_outer(_rows(P, w), _rows(g - m, w), keep, take)
+        u, P = self.corrected(g, state)
+        self.move(_rows(w, w), self.current_root(_rows(P, w), state, w), _rows(u, w), lr)
+
+    def current_root(self, P: Tensor, state: State, w: Tensor) -> Tensor:
+        """The root for this step; `left` counts the steps it is still good for."""
+        if self.refresh == 1:
+            return self.derive(P)
+        root, left = _rows(state["root"], w), state["left"]
+        if not left.any():
+            root.copy_(self.derive(P))
+            left.fill_(self.refresh)
+        left.sub_(1)
+        return root
+
+    @abstractmethod
+    def kept_shape(self) -> tuple[int, ...]:
+        """Of the field P, for one holder."""
+
+    @abstractmethod
+    def root_shape(self) -> tuple[int, ...]:
+        """Of what `derive` makes of it."""
+
+    @abstractmethod
+    def add_outer(self, P: Tensor, r: Tensor, keep: float, take: float) -> None:
+        """P = keep*P + take*(outer product of r), for each row, in place."""
+
+    @abstractmethod
+    def derive(self, P: Tensor) -> Tensor:
+        """What `move` needs of P."""
+
+    @abstractmethod
+    def move(self, w: Tensor, root: Tensor, u: Tensor, lr: float) -> None:
+        """w -= lr * (P^(1/2) + tau*I)^(-1) u, for each row."""
+
+
+_local = threading.local()
+
+
+def _rows(x: Tensor, w: Tensor) -> Tensor:
+    """With a dimension for clients, whether w has one or not."""
+    return x.unsqueeze(0) if w.dim() == 1 else x
+
+
+def matrices(rows: Tensor, entry: Entry) -> Tensor:
+    """A tensor of the model inside each row as a matrix: (C, first dimension, all the others).
+
+    A copy where the memory format does not allow a view.
+    """
+    shape = entry.shape or (1,)
+    if len(shape) < 2 or entry.stride == row_major(shape):
+        return part(rows, entry.offset, (shape[0], math.prod(shape[1:])))
+    return view(rows, entry).flatten(2)
+
+
+def part(rows: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+    """A part of each row in this shape, sharing its memory; one call where slicing takes two."""
+    strides = (rows.stride(0), *row_major(shape))
+    return rows.as_strided((len(rows), *shape), strides, rows.storage_offset() + start)
+
+
+@functools.cache
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor that lies in memory row after row."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def view(rows: Tensor, entry: Entry) -> Tensor:
+    """A tensor of the model inside each row, sharing its memory; a scalar has shape (C, 1)."""
+    shape, stride = entry.shape or (1,), entry.stride or (1,)
+    return rows.as_strided(
+        (len(rows), *shape), (rows.stride(0), *stride), rows.storage_offset() + entry.offset
+    )
+
+
+def eigen(P: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of covariances, in float64.
+
+    Eigenvalues that are zero but for the rounding of the factorisation become zero: a root would
+    make 1e-9 of their 1e-18.
+    """
+    values, V = torch.linalg.eigh(P.double())
+    noise = values[..., -1:] * (P.shape[-1] * torch.finfo(torch.float64).eps)
+    return values.where(values > noise, 0.0), V
+
+
+def inverse_roots(P: Tensor, tau: float) -> Tensor:
+    """(P^(1/2) + tau*I)^(-1), computed in float64."""
+    values, V = eigen(P)
+    return ((V / values.sqrt().add_(tau).unsqueeze(-2)) @ V.mT).to(P.dtype)

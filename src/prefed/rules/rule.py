@@ -1,0 +1,127 @@
+"""What a rule is."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from prefed.core.layout import Layout
+
+State = dict[str, Tensor]
+
+BLOCK = 3 << 18
+"""Numbers in a block of an element-wise step: 3 MB of float32, so that the few vectors a rule
+touches stay in the cache from its first line to its last (bench/step.py)."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One named piece of a rule's state: its shape for one client, and its first value."""
+
+    shape: tuple[int, ...]
+    start: float = 0.0
+    nonnegative: bool = False
+    """A second moment (or a mass of one): never below 0; a matrix, positive semi-definite."""
+
+    def new(self, like: Tensor, clients: int | None = None) -> Tensor:
+        """The first value, for one holder or for a block of clients, typed like `like`."""
+        shape = self.shape if clients is None else (clients, *self.shape)
+        return like.new_full(shape, self.start)
+
+
+class Rule(ABC):
+    """How one gradient changes the weights.
+
+    A client rule is fed with gradients, a server rule with the pseudo-gradient (minus the mean
+    change of the clients): otherwise there is no difference between the two. Rules are values
+    without state of their own. Weights and state are changed in place; `w` and `g` are (d) or,
+    for a block of clients, (C, d), and the same lines serve both.
+    """
+
+    elementwise: ClassVar[bool] = True
+    """Each coordinate goes its own way, so a step may be cut into blocks of coordinates."""
+
+    lockstep: ClassVar[bool] = False
+    """The cohort meets in every step: `state["mean"]` is its mean gradient."""
+
+    def fields(self, layout: Layout) -> dict[str, Field]:
+        """The named state for weights of this layout."""
+        return {}
+
+    def fit(self, layout: Layout) -> Rule:
+        """This rule for weights of this layout; element-wise rules need not know it."""
+        return self
+
+    def begin(self, w: Tensor, state: State) -> None:
+        """Called on a client before its first step of a round."""
+
+    @abstractmethod
+    def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
+        """One step with gradient `g`; `k` counts the steps of this round from 0."""
+
+    def finish(self, w: Tensor, state: State, lr: float, steps: int) -> None:
+        """Called on a client after its last step of a round."""
+
+    def preconditioner(self) -> tuple[str, float] | None:
+        """For adaptive rules: the field under the root, and tau. Diagnostics read it."""
+        return None
+
+    def diagonal(self, P: Tensor) -> Tensor:
+        """What that field of one holder says of each coordinate (d)."""
+        return P
+
+    def fast(self, w: Tensor) -> Rule:
+        """An equal rule in faster arithmetic for weights like `w`, or this one."""
+        return self
+
+    def advance(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
+        """`step`, block by block if the rule and the size allow it."""
+        if (
+            self.elementwise
+            and w.numel() > BLOCK
+            and all(s.shape == w.shape for s in state.values())
+        ):
+            parts = [t.view(-1).split(BLOCK) for t in (w, g, *state.values())]
+            for w_part, g_part, *rest in zip(*parts, strict=True):
+                self.step(w_part, g_part, dict(zip(state, rest, strict=True)), lr, k)
+        else:
+            self.step(w, g, state, lr, k)
+
+
+_local = threading.local()
+
+
+def scratch(like: Tensor) -> Tensor:
+    """Room of the shape of `like` with any content, valid until the thread's next call.
+
+    A block's worth of memory is kept: fetching it anew from the system for each block would cost
+    more than the arithmetic.
+    """
+    key, size = (like.dtype, like.device), like.numel()
+    kept: dict[object, Tensor] = _local.__dict__.setdefault("rooms", {})
+    room = kept.get(key)
+    if room is None or room.numel() < size:
+        room = kept[key] = torch.empty(size, dtype=like.dtype, device=like.device)
+    return room[:size].view(like.shape)
+
+
+def accumulate(into: Tensor, value: Tensor, beta: float, how: str) -> None:
+    """into = beta*into + (1 - beta)*value^2 ("ema"), or into += value^2 ("sum")."""
+    if how == "ema":
+        into.mul_(beta).addcmul_(value, value, value=1 - beta)
+    else:
+        into.addcmul_(value, value)
+
+
+def grow_mass(mass: Tensor, beta: float) -> Tensor:
+    """The bias correction of an EMA that began at zero: the EMA of the number one.
+
+    After t steps this is 1 - beta^t. Kept as a number in the state, it is shared, kept or reset
+    with the vector it corrects, so the correction stays right under every sharing policy.
+    """
+    return mass.lerp_(torch.ones_like(mass), 1 - beta)

@@ -1,0 +1,1 @@
+"""How a run trains: the loop over rounds, the round itself, and where clients compute."""

@@ -1,0 +1,68 @@
+"""Does the preconditioner do anything? Two numbers a round, and a warning if not."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import Tensor
+
+from prefed.algorithms import Algorithm
+from prefed.core.schedule import at
+from prefed.training.round import Server
+
+SAMPLE = 100_000
+"""Coordinates looked at: all of a small model, every n-th of a large one."""
+COLLAPSED_SHARE, COLLAPSED_ROUNDS = 0.01, 5
+
+
+class CollapseWarning(UserWarning):
+    """An adaptive server rule has become SGD."""
+
+
+def diagnose(algorithm: Algorithm, server: Server, round: int) -> dict[str, float]:
+    """For adaptive rules: the share of coordinates with sqrt(P) > tau, and the median of
+    lr / (sqrt(P) + tau). Empty for others."""
+    sides = (
+        (algorithm.server_rule(), server.optimiser, algorithm.server_lr),
+        (algorithm.client_rule(), server.shared, algorithm.client_lr),
+    )
+    for rule, state, rate in sides:
+        found = rule.preconditioner()
+        if found is not None and found[0] in state:
+            name, tau = found
+            root = _sample(rule.fit(server.layout).diagonal(state[name])).sqrt()
+            return {
+                "adaptive_share": float((root > tau).double().mean()),
+                "median_step": at(rate, round) / (float(root.median()) + tau),
+            }
+    return {}
+
+
+def _sample(P: Tensor) -> Tensor:
+    return P[:: max(1, len(P) // SAMPLE)]
+
+
+class CollapseWatch:
+    """Warns once when a server rule stays with a share under 1 % for five rounds."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self.algorithm = algorithm
+        self.server_side = algorithm.server_rule().preconditioner() is not None
+        self.rounds = 0
+
+    def see(self, diagnosis: dict[str, Any]) -> None:
+        if not self.server_side or "adaptive_share" not in diagnosis:
+            return
+        self.rounds = self.rounds + 1 if diagnosis["adaptive_share"] < COLLAPSED_SHARE else 0
+        if self.rounds == COLLAPSED_ROUNDS:
+            tau = getattr(self.algorithm, "tau", "?")
+            per_step = getattr(self.algorithm, "per_step", False)
+            warnings.warn(
+                f"{type(self.algorithm).__name__} has collapsed to SGD on the server: for "
+                f"{COLLAPSED_ROUNDS} rounds the preconditioner's root has been below tau in over "
+                f"99 % of the coordinates, so each step is about server_lr/tau times the change. "
+                f"Lower tau (now {tau}){' or set per_step=false' if per_step else ''}.",
+                CollapseWarning,
+                stacklevel=2,
+            )

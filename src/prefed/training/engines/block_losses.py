@@ -1,0 +1,63 @@
+"""The losses of many copies of a model at once, each with its own weights and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from torch import Tensor
+from torch.func import functional_call, vmap
+from torch.nn.functional import cross_entropy
+
+from prefed.core.losses import are_labels, by_targets, squared_error
+from prefed.rules.rule import State
+from prefed.training.engines import linear_chains
+from prefed.training.keyed_dropout import KeyedDropout
+from prefed.training.task import Loss, Task
+
+Losses = Callable[[State, State, Tensor, Tensor, Tensor], Tensor]
+"""(parameters, buffers, x, y, keys of dropout), each with a row a client -> losses (C)."""
+
+
+def losses_of(task: Task) -> Losses:
+    """The fastest way there is for this model: batched products for a chain of linear layers,
+    vmap for any other model."""
+    if (forward := linear_chains.plan(task.flat.module)) is None:
+        return by_vmap(task)
+    prepare = vmap(task.transform) if task.transform else (lambda x: x)
+    fast: dict[Loss, Loss] = {cross_entropy: _cross_entropy, by_targets: _by_targets}
+    loss = fast.get(task.loss) or vmap(task.loss)
+    return lambda weights, buffers, x, y, keys: loss(forward(weights, prepare(x), keys), y)
+
+
+def gradients_of(task: Task) -> linear_chains.Differentiate | None:
+    """Losses and gradients without autograd, for the models and the loss that have such a way."""
+    if task.loss not in (cross_entropy, by_targets):
+        return None
+    if (differentiate := linear_chains.plan_gradient(task.flat.module)) is None:
+        return None
+    prepare = vmap(task.transform) if task.transform else (lambda x: x)
+    return lambda weights, room, x, y: differentiate(weights, room, prepare(x), y)
+
+
+def by_vmap(task: Task) -> Losses:
+    drops = task.randomness == "dropout"
+
+    def one(weights: State, buffers: State, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
+        if task.transform:
+            x = task.transform(x)
+        with KeyedDropout(key) if drops else nullcontext():
+            output = functional_call(task.flat.module, {**weights, **buffers}, (x,))
+        return task.loss(output, y)
+
+    mapped: Losses = vmap(one)
+    return mapped
+
+
+def _by_targets(output: Tensor, y: Tensor) -> Tensor:
+    return (_cross_entropy if are_labels(y) else vmap(squared_error))(output, y)
+
+
+def _cross_entropy(output: Tensor, y: Tensor) -> Tensor:
+    each = cross_entropy(output.flatten(0, 1), y.flatten(0, 1), reduction="none")
+    return each.view(y.shape).flatten(1).mean(1)

@@ -1,0 +1,171 @@
+"""The vectorised engine with its local steps compiled: gradients and rules become a few kernels.
+
+For long runs of small models. Compiling takes half a minute at the start of a run, less if torch
+finds the kernels of an earlier run in its cache (TORCHINDUCTOR_CACHE_DIR). It needs a C++ compiler,
+and is off unless it is asked for: engine = "auto" does not try it.
+
+Models with buffers, full batches of unequal size, and step sizes that change with the round run as
+in the vectorised engine.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from prefed.algorithms import Algorithm
+from prefed.core.errors import PrefedError
+from prefed.core.layout import Entry, Layout
+from prefed.data import FederatedData
+from prefed.rules import Rule
+from prefed.rules.rule import State
+from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
+from prefed.training.engines.stacked_batches import Group
+from prefed.training.engines.vectorised import Rows, Vectorised, or_sequential
+from prefed.training.round import descend
+from prefed.training.settings import Settings
+from prefed.training.task import Task
+
+
+@ENGINES.register("compiled")
+def compiled(task: Task, data: FederatedData, settings: Settings) -> Engine:
+    if task.device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        raise PrefedError(
+            'engine: "compiled" needs a C++ compiler (g++ or clang++) and none is installed; '
+            'use "vectorised" or "auto"'
+        )
+    return or_sequential(Compiled(task, data, settings))
+
+
+MOST = 10
+"""Steps that are compiled together: more are no faster, and take longer to compile."""
+PARTS = 4
+"""At most so many parts of a walk are compiled, each by itself, and then with more steps."""
+COMPILING = Lock()
+
+
+class Compiled(Vectorised):
+    def __init__(self, task: Task, data: FederatedData, settings: Settings) -> None:
+        super().__init__(task, data, settings)
+        self.walk = torch.compile(self._walk, dynamic=False)
+        self.known: set[tuple[object, ...]] = set()
+
+    def turn(self, *key: object) -> AbstractContextManager[object]:
+        """Workers take turns at what is to be compiled: the compiler is not made for threads."""
+        if key in self.known:
+            return nullcontext()
+        self.known.add(key)
+        return COMPILING
+
+    def rows_of(self, clients: Sequence[int], groups: list[Group], seeds: list[int]) -> Rows:
+        return _Rows(self, clients, groups, seeds)
+
+    def _walk(
+        self,
+        algorithm: Algorithm,
+        rule: Rule,
+        place: _Position,
+        state: State,
+        batches: list[tuple[Tensor, Tensor, Tensor]],
+        lr: float,
+        first: int,
+    ) -> Tensor:
+        losses = torch.zeros_like(place.shares)
+        for k, batch in enumerate(batches):
+            losses = losses + self._differentiate(place, *batch)
+            descend(algorithm, rule, place, state, lr, first + k)
+        return losses
+
+    def _differentiate(self, place: _Position, x: Tensor, y: Tensor, keys: Tensor) -> Tensor:
+        layout = self.task.flat.layout
+        parameters = cut(layout, place.weights)
+        if (by_hand := self.by_hand(y)) is not None:
+            found = {name: torch.empty_like(value) for name, value in parameters.items()}
+            losses = by_hand(parameters, found, x, y)
+        else:
+            found, losses = torch.func.grad(self._loss, has_aux=True)(parameters, x, y, keys)
+        place.gradient = join(layout, found)
+        return losses
+
+    def _loss(self, parameters: State, x: Tensor, y: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        losses = self.losses(parameters, {}, x, y, keys)
+        return losses.sum(), losses
+
+
+@dataclass
+class _Position:
+    """Plain tensors, which the compiler takes as they are."""
+
+    weights: Tensor
+    gradient: Tensor
+    shares: Tensor
+
+    def cohort_mean(self, rows: Tensor) -> Tensor:
+        return self.shares @ rows
+
+
+class _Rows(Rows):
+    engine: Compiled
+
+    def is_compiled(self, algorithm: Algorithm) -> bool:
+        if callable(algorithm.client_lr):
+            warnings.warn(
+                "every new step size would have to be compiled; with a schedule for client_lr "
+                "clients train as in the vectorised engine",
+                EngineWarning,
+                stacklevel=2,
+            )
+            return False
+        return len(self.groups) == 1 and not self.buffers
+
+    def rule(self, algorithm: Algorithm) -> Rule:
+        """The plain lines: it is the compiler that fuses them."""
+        if not self.is_compiled(algorithm):
+            return super().rule(algorithm)
+        return algorithm.client_rule().fit(self.layout)
+
+    def walk(self, algorithm: Algorithm, rule: Rule, state: State, lr: float, steps: int) -> Tensor:
+        if not self.is_compiled(algorithm):
+            return super().walk(algorithm, rule, state, lr, steps)
+        device, group = self.engine.task.device, self.groups[0]
+        losses = self.weights.new_zeros(len(self.clients))
+        parts = min(PARTS, -(-steps // MOST))
+        for part in range(parts):
+            batches, first = [], steps * part // parts
+            for k in range(first, steps * (part + 1) // parts):
+                x, y = group.batch(k)
+                batches.append((x.to(device), y.to(device), self.keys(k)))
+            place = _Position(self.weights, self.gradient, self.shares)
+            with self.engine.turn(group.x.shape, first):
+                losses += self.engine.walk(algorithm, rule, place, state, batches, lr, first)
+        return losses
+
+
+def cut(layout: Layout, rows: Tensor) -> State:
+    """The named tensors inside (C, d), in operations that a compiler sees through."""
+    found = {}
+    for entry in layout.entries:
+        order = _order(entry)
+        shape = [entry.shape[i] for i in order]
+        dense = rows[:, entry.offset : entry.offset + torch.Size(shape).numel()]
+        back = [1 + order.index(i) for i in range(len(order))]
+        found[entry.name] = dense.reshape(len(rows), *shape).permute(0, *back)
+    return found
+
+
+def join(layout: Layout, named: State) -> Tensor:
+    """The inverse of cut."""
+    parts = [named[e.name].permute(0, *(1 + i for i in _order(e))) for e in layout.entries]
+    return torch.cat([part.reshape(len(part), -1) for part in parts], dim=1)
+
+
+def _order(entry: Entry) -> list[int]:
+    """The dimensions of a tensor as they lie in memory, the slowest first."""
+    return sorted(range(len(entry.shape)), key=lambda i: -entry.stride[i])

@@ -1,0 +1,52 @@
+"""What an engine is, and what happens to a block of clients in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from prefed.algorithms import Algorithm
+from prefed.core.registry import Registry
+from prefed.data import FederatedData
+from prefed.training.messages import receive, upload
+from prefed.training.round import Kept, Server, Update
+from prefed.training.settings import Settings
+from prefed.training.task import Task
+
+
+class EngineWarning(UserWarning):
+    """The run goes another way than was asked for, because its model does not allow it."""
+
+
+class Engine(Protocol):
+    """How a block of clients trains, on one instance of the model."""
+
+    def block_size(self, algorithm: Algorithm, cohort: int) -> int:
+        """How many clients of a cohort to take at a time. Must not depend on the number of
+        workers: the bits of a run do not."""
+
+    def update(
+        self, algorithm: Algorithm, server: Server, clients: Sequence[int], kept: Kept
+    ) -> Update:
+        """The update of a block. Its tensors are valid until the next call."""
+
+
+ENGINES: Registry[Callable[[Task, FederatedData, Settings], Engine]] = Registry(
+    "engine", "prefed.training.engines"
+)
+
+
+def train_block(
+    algorithm: Algorithm,
+    server: Server,
+    kept: Kept,
+    seed: int,
+    engine: Engine,
+    clients: Sequence[int],
+) -> Update:
+    """A block of clients, from the broadcast to what the server averages."""
+    update = engine.update(algorithm, server, clients, kept)  # K local steps
+    message, stays = upload(algorithm, server, update, clients, kept, seed)  # encoded
+    values = receive(algorithm, server, message)  # decoded, on the server
+    return replace(update, values=algorithm.before_mean(values), kept=stays)

@@ -1,0 +1,87 @@
+"""One client after another, on one instance of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from prefed.algorithms import Algorithm
+from prefed.data import FederatedData
+from prefed.rules import Field
+from prefed.training.batches import Batches
+from prefed.training.engines.engine import ENGINES
+from prefed.training.round import Block, Kept, Server, Update, local_update
+from prefed.training.settings import Settings
+from prefed.training.task import Task
+
+
+@ENGINES.register("sequential")
+class Sequential:
+    def __init__(self, task: Task, data: FederatedData, settings: Settings) -> None:
+        self.task, self.data, self.settings = task, data, settings
+        self.room: dict[tuple[str, int], Tensor] = {}
+
+    def block_size(self, algorithm: Algorithm, cohort: int) -> int:
+        return 1
+
+    def update(
+        self, algorithm: Algorithm, server: Server, clients: Sequence[int], kept: Kept
+    ) -> Update:
+        self.task.flat.module.train()
+        block = _Block(self, clients, server.round)
+        return local_update(algorithm, server, block, kept, self.settings.local_steps)
+
+
+class _Block(Block):
+    """One client whose weights are the model's own; or, in lockstep, the rows of a cohort, which
+    take turns in the model."""
+
+    def __init__(self, engine: Sequential, clients: Sequence[int], round: int) -> None:
+        self.engine, self.clients = engine, clients
+        self.task, self.layout = engine.task, engine.task.flat.layout
+        flat = self.task.flat
+        self.alone = len(clients) == 1
+        rows = (len(clients), self.layout.size)
+        self.weights = flat.weights[None] if self.alone else flat.weights.new_empty(rows)
+        self.gradient = flat.gradient[None] if self.alone else flat.weights.new_empty(rows)
+        self.buffers = flat.read_buffers().expand(len(clients), -1).clone()
+        samples = [engine.data.client(c) for c in clients]
+        self.batches = [
+            Batches(s, c, round, engine.settings, engine.data.augment, self.task.device)
+            for s, c in zip(samples, clients, strict=True)
+        ]
+        self.seeds = self.task.seeds(engine.settings.seed, round, clients)
+        shares = [engine.settings.weight(len(s)) for s in samples]
+        self.shares = self.weights.new_tensor(shares) / sum(shares)
+
+    def differentiate(self, k: int) -> Tensor:
+        flat, losses = self.task.flat, []
+        for row, batches in enumerate(self.batches):
+            if not self.alone:
+                flat.weights.copy_(self.weights[row])
+                flat.write_buffers(self.buffers[row])
+            losses.append(self.task.gradient(*batches[k], self.seeds[row] + k))
+            if not self.alone:
+                self.gradient[row].copy_(flat.gradient)
+                self.buffers[row].copy_(flat.read_buffers())
+        return torch.stack(losses)
+
+    def state(self, name: str, field: Field) -> Tensor:
+        key = (name, len(self.clients))
+        if key not in self.engine.room:
+            self.engine.room[key] = field.new(self.weights, len(self.clients))
+        return self.engine.room[key]
+
+    def read_buffers(self) -> Tensor:
+        return self.task.flat.read_buffers()[None] if self.alone else self.buffers
+
+    def write_buffers(self, buffers: Tensor) -> None:
+        if self.alone:
+            self.task.flat.write_buffers(buffers)
+        else:
+            self.buffers.copy_(buffers)
+
+    def cohort_mean(self, rows: Tensor) -> Tensor:
+        return self.shares @ rows

@@ -1,0 +1,228 @@
+"""A block of clients at once: weights (C, d), rules on (C, d) as they are.
+
+Ordinary autograd gives every client's gradient: the sum of the clients' losses depends on the
+weights of a client through its own loss alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from prefed.algorithms import Algorithm
+from prefed.core.layout import Layout
+from prefed.core.losses import are_labels
+from prefed.data import FederatedData
+from prefed.rules import Field
+from prefed.training.engines.block_losses import gradients_of, losses_of
+from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
+from prefed.training.engines.linear_chains import Differentiate
+from prefed.training.engines.sequential import Sequential
+from prefed.training.engines.stacked_batches import Group, gather
+from prefed.training.keyed_dropout import keys
+from prefed.training.round import Block, Kept, Server, Update, local_update
+from prefed.training.settings import Settings
+from prefed.training.task import Task
+
+CACHED = 1 << 19
+"""Numbers in the weights of a block: more fall out of a CPU's cache between two passes."""
+VECTORS = 12
+"""At most so many times its weights is the memory of a block: gradients, state, activations."""
+STATES = 8
+"""At most so many times its state is the memory of a block that the state takes."""
+SHARES = 2
+"""A cohort of some size is cut into a multiple of so many blocks, to be shared by workers."""
+SMALLEST = 8
+"""Clients in a block below which cutting costs more than sharing brings."""
+
+
+def or_sequential(engine: Vectorised) -> Engine:
+    """The engine, or the sequential one for models that vmap cannot run."""
+    if (reason := engine.problem()) is None:
+        return engine
+    warnings.warn(
+        f"the model cannot be vectorised ({reason}); clients train one after another",
+        EngineWarning,
+        stacklevel=3,
+    )
+    return Sequential(engine.task, engine.data, engine.settings)
+
+
+@ENGINES.register("vectorised")
+def vectorised(task: Task, data: FederatedData, settings: Settings) -> Engine:
+    return or_sequential(Vectorised(task, data, settings))
+
+
+class Vectorised:
+    def __init__(self, task: Task, data: FederatedData, settings: Settings) -> None:
+        self.task, self.data, self.settings = task, data, settings
+        self.losses = losses_of(task)
+        self.gradients = gradients_of(task)
+        self.room: dict[tuple[str, int], Tensor] = {}
+
+    def block_size(self, algorithm: Algorithm, cohort: int) -> int:
+        blocks = math.ceil(cohort / min(self.most, self.holds(algorithm)))
+        if cohort >= SHARES * SMALLEST:
+            blocks = SHARES * math.ceil(blocks / SHARES)
+        return math.ceil(cohort / blocks)
+
+    @cached_property
+    def most(self) -> int:
+        """So many clients fit the cache of a CPU, and a quarter of the memory of any device."""
+        weights = self.task.flat.weights
+        fit = _memory(weights.device) // (4 * VECTORS * weights.nbytes)
+        return max(1, min(fit, CACHED // len(weights) if weights.device.type == "cpu" else fit))
+
+    def holds(self, algorithm: Algorithm) -> int:
+        """The state of so many clients fits a quarter of the memory, with room to work on it. It
+        may be far larger than their weights: the covariance matrix is."""
+        flat = self.task.flat
+        fields = algorithm.client_rule().fields(flat.layout).values()
+        numbers = sum(math.prod(field.shape) for field in fields)
+        needed = 4 * STATES * max(1, numbers) * flat.weights.itemsize
+        return max(1, _memory(flat.weights.device) // needed)
+
+    def by_hand(self, y: Tensor) -> Differentiate | None:
+        """The way to gradients without autograd, if there is one for such targets."""
+        return self.gradients if y.dim() == 2 and are_labels(y) else None
+
+    def update(
+        self, algorithm: Algorithm, server: Server, clients: Sequence[int], kept: Kept
+    ) -> Update:
+        self.task.flat.module.train()
+        seeds = self.task.seeds(self.settings.seed, server.round, clients)
+        groups = gather(
+            self.data, clients, server.round, self.settings, self.most, self.task.device
+        )
+        block = self.rows_of(clients, groups, seeds)
+        return local_update(algorithm, server, block, kept, self.settings.local_steps)
+
+    def problem(self) -> str | None:
+        """Why this engine cannot train the model: one gradient is compared with autograd's."""
+        task, flat = self.task, self.task.flat
+        if task.randomness == "generator":
+            return "it draws from torch's global generator"
+        if task.precision != "float32":
+            return "mixed precision"
+        samples, training, buffers = self.data.client(0), flat.module.training, flat.read_buffers()
+        x, y = samples.take(torch.arange(4) % len(samples))
+        try:
+            flat.module.train()
+            task.gradient(x, y, seed=0)
+            expected = torch.cat([flat.gradient, flat.read_buffers()])
+            flat.write_buffers(buffers)
+            pair = Group(slice(0, 2), torch.stack([x, x]), torch.stack([y, y]))
+            block = self.rows_of([0, 0], [pair], [0, 0])
+            block.weights.copy_(flat.weights)
+            block.write_buffers(buffers)
+            block.differentiate(0)
+            found = torch.cat([block.gradient[1], block.read_buffers()[1]])
+        except Exception as error:  # vmap has many ways to say that it does not know an operation
+            return str(error).strip().partition("\n")[0].rstrip(".")
+        finally:
+            flat.module.train(training)
+            flat.write_buffers(buffers)
+        off, scale = float((found - expected).abs().max()), float(expected.abs().max())
+        tolerance = 1e-8 if found.dtype == torch.float64 else 1e-2
+        return None if off <= tolerance * scale else "vmap gives other gradients than autograd"
+
+    def rows_of(self, clients: Sequence[int], groups: list[Group], seeds: list[int]) -> Rows:
+        return Rows(self, clients, groups, seeds)
+
+    def room_for(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Room for (C, ...) with any content, kept from block to block and round to round."""
+        key = (name, shape[0])
+        if key not in self.room:
+            self.room[key] = self.task.flat.weights.new_empty(shape)
+        return self.room[key]
+
+
+class Rows(Block):
+    def __init__(
+        self, engine: Vectorised, clients: Sequence[int], groups: list[Group], seeds: list[int]
+    ) -> None:
+        self.engine, self.clients, self.groups, self.seeds = engine, clients, groups, seeds
+        flat = engine.task.flat
+        self.layout = flat.layout
+        shape = (len(clients), self.layout.size)
+        self.weights = engine.room_for("weights", shape)
+        self.gradient = engine.room_for("gradient", shape)
+        self.parameters = _views(self.layout, self.weights)
+        self.gradients = _views(self.layout, self.gradient)
+        self.buffers = {
+            name: buffer.expand(len(clients), *buffer.shape).clone()
+            for name, buffer in flat.module.named_buffers()
+        }
+
+    def keys(self, k: int) -> Tensor:
+        """Of dropout in step k."""
+        return keys([seed + k for seed in self.seeds], self.engine.task.device)
+
+    def differentiate(self, k: int) -> Tensor:
+        task, key = self.engine.task, self.keys(k)
+        losses = self.weights.new_empty(len(self.clients))
+        for group in self.groups:
+            rows, (x, y) = group.rows, group.batch(k)
+            x, y = x.to(task.device), y.to(task.device)
+            if isinstance(rows, slice) and (by_hand := self.engine.by_hand(y)) is not None:
+                weights = {n: v[rows] for n, v in self.parameters.items()}
+                gradients = {n: v[rows] for n, v in self.gradients.items()}
+                losses[rows] = by_hand(weights, gradients, x, y)
+                continue
+            leaves = {n: p[rows].detach().requires_grad_() for n, p in self.parameters.items()}
+            buffers = {n: b[rows] for n, b in self.buffers.items()}
+            loss = self.engine.losses(leaves, buffers, x, y, key[rows])
+            found = torch.autograd.grad(loss.sum(), list(leaves.values()), allow_unused=True)
+            for gradient, value in zip(self.gradients.values(), found, strict=True):
+                gradient[rows] = 0 if value is None else value
+            for name, buffer in buffers.items():
+                self.buffers[name][rows] = buffer
+            losses[rows] = loss.detach()
+        return losses
+
+    def state(self, name: str, field: Field) -> Tensor:
+        return self.engine.room_for(f"state.{name}", (len(self.clients), *field.shape))
+
+    def read_buffers(self) -> Tensor:
+        if not self.buffers:
+            return self.weights.new_empty(len(self.clients), 0)
+        dtype = self.weights.dtype
+        return torch.cat([b.reshape(len(b), -1).to(dtype) for b in self.buffers.values()], dim=1)
+
+    def write_buffers(self, buffers: Tensor) -> None:
+        flat = self.engine.task.flat
+        flat.write_buffers(buffers)
+        for name, buffer in flat.module.named_buffers():
+            self.buffers[name].copy_(buffer)
+
+    @cached_property
+    def shares(self) -> Tensor:
+        """The weight of each client in the mean over the block."""
+        sizes = [len(self.engine.data.client(c)) for c in self.clients]
+        shares = self.weights.new_tensor([self.engine.settings.weight(n) for n in sizes])
+        return shares / shares.sum()
+
+    def cohort_mean(self, rows: Tensor) -> Tensor:
+        return self.shares @ rows
+
+
+def _views(layout: Layout, rows: Tensor) -> dict[str, Tensor]:
+    """The named tensors inside (C, d), each (C, ...)."""
+    clients, d = rows.shape
+    return {
+        e.name: rows.as_strided((clients, *e.shape), (d, *e.stride), e.offset)
+        for e in layout.entries
+    }
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes in all, not bytes free: the size of blocks should not change from run to run."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,91 @@
+"""The workers of a run: threads in one process, each with an engine and a model of its own.
+
+Threads are enough: torch lets go of the interpreter's lock while it computes, and a thread needs a
+third of the memory of a process. Each computes with one core, because one client per core beats
+several cores per client for all but large models.
+
+A cohort is cut into blocks without regard to the number of workers, a block is computed by one
+thread, and the mean is taken in a fixed order: the bits depend on the engine and on the threads
+per worker, not on how many workers there are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+import torch
+
+from prefed.algorithms import Algorithm
+from prefed.data import FederatedData
+from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
+from prefed.training.round import Update
+from prefed.training.settings import Settings
+from prefed.training.task import Task
+
+Clients = tuple[int, Sequence[int]]
+"""A block: the position of its first client in the cohort, and its clients."""
+Train = Callable[[Engine, Sequence[int]], Update]
+"""What is done with a block of clients on an engine."""
+
+
+class Workers:
+    def __init__(
+        self, engine: str, workers: int, task: Task, data: FederatedData, settings: Settings
+    ) -> None:
+        if workers > 1 and task.randomness == "generator":
+            warnings.warn(
+                "the model draws from torch's global generator, which threads cannot share; "
+                "it runs with one worker",
+                EngineWarning,
+                stacklevel=2,
+            )
+            workers = 1
+        first = ENGINES.get(engine)(task, data, settings)
+        again: Callable[..., Engine] = type(first)  # what was found out need not be again
+        more = [again(task.copy(data), data, settings) for _ in range(workers - 1)]
+        self.engines = [first, *more]
+        self.threads: ThreadPoolExecutor | None = None
+        if workers > 1:
+            self.threads = ThreadPoolExecutor(
+                workers, "prefed", initializer=torch.set_num_threads, initargs=(1,)
+            )
+
+    def blocks(self, algorithm: Algorithm, cohort: Sequence[int]) -> Sequence[Clients]:
+        """The cohort cut up; whole if it meets in every step."""
+        whole = algorithm.client_rule().lockstep
+        size = len(cohort) if whole else self.engines[0].block_size(algorithm, len(cohort))
+        return [(first, cohort[first : first + size]) for first in range(0, len(cohort), size)]
+
+    def updates(self, train: Train, blocks: Sequence[Clients]) -> Iterator[tuple[int, Update]]:
+        """What `train` makes of each block, in any order, with the position of its first client.
+        The tensors of an update are only valid until the next one is asked for."""
+        if self.threads is None or len(blocks) == 1:
+            for first, clients in blocks:
+                yield first, train(self.engines[0], clients)
+            return
+        waiting = iter(blocks)
+        running: dict[Future[Update], tuple[int, Engine]] = {}
+
+        def start(engine: Engine) -> None:
+            if (block := next(waiting, None)) is not None:
+                assert self.threads is not None
+                running[self.threads.submit(train, engine, block[1])] = (block[0], engine)
+
+        # The mean is added up in this thread meanwhile: more threads for it would take the
+        # cores from the workers.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            for engine in self.engines:
+                start(engine)
+            while running:
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    first, engine = running.pop(future)
+                    yield first, future.result()
+                    start(engine)
+        finally:
+            wait(running)
+            torch.set_num_threads(threads)

@@ -1,0 +1,147 @@
+"""Clients that train in this process: on one engine, or on several in threads."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from prefed.algorithms import Algorithm
+from prefed.data import FederatedData
+from prefed.rules.rule import State
+from prefed.training.engines import ENGINES
+from prefed.training.engines.auto import Choice, choose
+from prefed.training.engines.engine import train_block
+from prefed.training.engines.workers import Clients, Workers
+from prefed.training.mean import Mean
+from prefed.training.round import Server, Update, first_kept
+from prefed.training.settings import Settings
+from prefed.training.task import Task
+from prefed.training.trainer import Arrived, Trainer, check_fits
+
+if TYPE_CHECKING:
+    from prefed.training.run import Run
+
+log = logging.getLogger("prefed")
+
+
+class LocalTrainer(Trainer):
+    def __init__(
+        self, algorithm: Algorithm, task: Task, data: FederatedData, settings: Settings
+    ) -> None:
+        if settings.engine != "auto":
+            ENGINES.get(settings.engine)  # an unknown name is an error now
+        self.algorithm, self.task, self.data, self.settings = algorithm, task, data, settings
+        self.kept: dict[int, State] = {}
+        """The state that clients keep, for those that took part."""
+        self.first_kept = first_kept(algorithm, task.flat.layout, task.flat.weights)
+        self.choice: Choice | None = None
+        """Engine and workers; to go on with those of an earlier run, set them before."""
+        self.workers: Workers | None = None
+
+    @property
+    def engine(self) -> str:  # type: ignore[override]
+        return str(self.choice or "")
+
+    def prepare(self, run: Run) -> None:
+        """Choose the engine, and build it."""
+        cohort = run.draw_cohort()
+        if self.choice is None:
+            self.choice = self._choose(run.server, cohort)
+        if self.workers is None:
+            count = min(self.choice.workers, len(cohort))  # more would have nothing to do
+            self.workers = Workers(self.choice.engine, count, self.task, self.data, self.settings)
+
+    def _choose(self, server: Server, cohort: list[int]) -> Choice:
+        parts = self.task, self.data, self.settings, self.algorithm
+        return choose(*parts, server, cohort, self.kept)
+
+    def train(self, server: Server, clients: list[int]) -> Arrived:
+        arrived = self._train(server, clients)
+        if arrived.is_finite or self.settings.on_divergence == "stop":
+            return arrived
+        # Clients are trained anew to find those whose update is not finite, and once more without
+        # them: it is rare, the rounds in which nothing is wrong pay nothing, and the round is the
+        # one without them to the bit. In lockstep a client spoils the gradients of all, and the
+        # round is lost.
+        bad = self._not_finite(server, clients)
+        for client in bad:
+            text = "round %d: client %d is left out: its update is not finite"
+            log.warning(text, server.round + 1, client)
+        rest = [client for client in clients if client not in bad]
+        if len(rest) < self.settings.quorum:
+            return Arrived({}, math.nan, len(rest), record={"left_out": bad})
+        return replace(self._train(server, rest), record={"left_out": bad})
+
+    def _train(self, server: Server, clients: list[int]) -> Arrived:
+        """The mean over these clients, in a fixed order."""
+        mean, kept = Mean(), {}
+        for first, update in self._updates(server, clients):
+            block = clients[first : first + len(update.losses)]
+            weights = [self.settings.weight(len(self.data.client(c))) for c in block]
+            mean.add_block(first, update.values, weights, update.losses.tolist())
+            if update.kept:
+                for row, client in enumerate(block):
+                    kept[client] = {n: value[row].clone() for n, value in update.kept.items()}
+        return self._together(server, mean, len(clients), kept)
+
+    def _not_finite(self, server: Server, clients: list[int]) -> list[int]:
+        """The clients whose updates are not finite."""
+        bad: list[int] = []
+        for first, update in self._updates(server, clients):
+            finite = update.losses.isfinite()
+            for value in update.values.values():
+                finite &= value.flatten(1).isfinite().all(1)
+            bad += [clients[first + row] for row in finite.logical_not().nonzero().flatten()]
+        return sorted(bad)
+
+    def _updates(self, server: Server, clients: list[int]) -> Iterator[tuple[int, Update]]:
+        """The updates of the clients, block by block, with the position of each one's first."""
+        workers = self.workers
+        assert workers is not None, "prepare() comes first"
+        blocks = self._share(workers.blocks(self.algorithm, clients))
+        train = partial(train_block, self.algorithm, server, self.kept, self.settings.seed)
+        with torch.random.fork_rng(enabled=True):
+            yield from workers.updates(train, blocks)
+
+    # What several ranks do together, and one process does alone.
+
+    def _share(self, blocks: Sequence[Clients]) -> Sequence[Clients]:
+        """The blocks that this process trains."""
+        return blocks
+
+    def _together(
+        self, server: Server, mean: Mean, clients: int, kept: dict[int, State]
+    ) -> Arrived:
+        """What arrived, from what this process has."""
+        values, loss = mean.result()
+        return Arrived(values, loss, clients, kept)
+
+    # Between rounds
+
+    def keep(self, server: Server, arrived: Arrived) -> None:
+        self.kept.update(arrived.kept)
+
+    def state(self) -> dict[str, Tensor]:
+        clients = sorted(self.kept)
+        if not clients:
+            return {}
+        rows = {n: [self.kept[c][n] for c in clients] for n in self.kept[clients[0]]}
+        stacked = {f"kept.{name}": torch.stack(values) for name, values in rows.items()}
+        return {"kept.clients": torch.tensor(clients)} | stacked
+
+    def load_state(self, saved: Mapping[str, Tensor], engine: str) -> None:
+        self.choice = Choice.parse(engine) if engine else None
+        clients: list[int] = saved["kept.clients"].tolist() if "kept.clients" in saved else []
+        likes = {n: v.expand(len(clients), *v.shape) for n, v in self.first_kept.items()}
+        rows = {n: check_fits(f"kept.{n}", saved, v) for n, v in likes.items() if clients}
+        for row, client in enumerate(clients):
+            self.kept[client] = {
+                name: values[row].to(self.task.device).clone() for name, values in rows.items()
+            }

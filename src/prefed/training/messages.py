@@ -1,0 +1,81 @@
+"""The way from a client to the server, the same in a simulation and between machines.
+
+    upload     on the client: what local_update left -> message, and what the client keeps
+    receive    on the server: message -> the values that were sent, as far as the codecs keep them
+
+A message is exactly the bytes that are counted: `receive` refuses any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from prefed.algorithms import Algorithm
+from prefed.codecs import Codec, Parts
+from prefed.core import draws
+from prefed.core.errors import PrefedError
+from prefed.core.layout import Layout
+from prefed.rules.rule import State
+from prefed.training.round import LOST, Kept, Server, Update, codec_of
+
+Message = dict[str, Parts]
+"""For each value that is sent, the parts its codec makes of it, with a row for each client."""
+
+
+def upload(
+    algorithm: Algorithm,
+    server: Server,
+    update: Update,
+    clients: Sequence[int],
+    kept: Kept,
+    seed: int,
+) -> tuple[Message, State]:
+    """The message of a block of clients, and what stays with them. `server` is the global state
+    that they began with."""
+    message, stays = {}, update.kept
+    for name, rows in update.values.items():
+        way = codec_of(algorithm, name)
+        noise = partial(draws.noise, seed, f"codec {name}", server.round, clients)
+        if way.feedback:
+            rows = rows.clone()
+            for row, client in zip(rows, clients, strict=True):
+                if client in kept:
+                    row.add_(kept[client][LOST])
+        message[name] = way.encode(rows, server.layout, noise)
+        if way.feedback:
+            arrived = way.decode(message[name], server.layout, server.weights)
+            stays = stays | {LOST: rows.sub_(arrived)}
+    return message, stays
+
+
+def receive(algorithm: Algorithm, server: Server, message: Message) -> State:
+    """The values, with a row for each client. The message may come from anywhere. What is averaged
+    is `Algorithm.before_mean` of them."""
+    wanted = server.values(algorithm)
+    if message.keys() != wanted.keys():
+        raise PrefedError(
+            f"a message should have the values {', '.join(wanted)}, not {', '.join(message)}"
+        )
+    if len({len(part) for parts in message.values() for part in parts.values()}) != 1:
+        raise PrefedError("a message should have a row for each client in every part")
+    values = {}
+    for name, like in wanted.items():
+        way = codec_of(algorithm, name)
+        _check(name, message[name], way, server.layout, like)
+        values[name] = way.decode(message[name], server.layout, like)
+    return values
+
+
+def _check(name: str, parts: Parts, way: Codec, layout: Layout, like: Tensor) -> None:
+    found = {part: (tuple(value.shape[1:]), value.dtype) for part, value in parts.items()}
+    form = {part: (shape, dtype) for part, (dtype, shape) in way.form(layout, like).items()}
+    if found != form:
+        raise PrefedError(f"{name}: a message should have the parts {form}, not {found}")
+
+
+def averaged(algorithm: Algorithm, server: Server) -> State:
+    """Names, types and shapes of the values that are averaged in this round."""
+    return algorithm.before_mean(server.values(algorithm))

@@ -1,0 +1,238 @@
+"""A run on several processes or machines: `torchrun --nproc-per-node N -m prefed run CONFIG`.
+
+Every rank has the whole global state, draws the same cohort, and trains its share of it. The mean
+is a fixed tree over the cohort (mean.py): a rank adds up the subtrees it owns and hands them to a
+lower rank, which goes on adding, up to rank 0; from there the mean comes back to all, and every
+rank takes the same server step. So the bits do not depend on the number of ranks.
+
+The first rank evaluates, writes and prints for all; the others begin where it does and stop with
+it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from prefed.algorithms import Algorithm
+from prefed.core.errors import RankLost
+from prefed.data import FederatedData
+from prefed.rules.rule import State
+from prefed.training.engines.auto import Choice
+from prefed.training.engines.workers import Clients
+from prefed.training.local_trainer import LocalTrainer
+from prefed.training.mean import Mean, Part
+from prefed.training.messages import averaged
+from prefed.training.round import Server
+from prefed.training.settings import Settings
+from prefed.training.task import Task
+from prefed.training.trainer import Arrived
+
+if TYPE_CHECKING:
+    from prefed.training.run import Run
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(minutes=10)
+"""A rank that is silent for longer is taken for dead."""
+
+
+@contextmanager
+def joined() -> Iterator[bool]:
+    """Join the process group that torchrun has set up, if there is one. True on the rank that
+    speaks for the run, and without a group."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not is_joined():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
+    yield speaks()
+    if is_joined():
+        dist.destroy_process_group()
+
+
+def is_joined() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def speaks() -> bool:
+    """This process evaluates, writes and prints for the run."""
+    return not is_joined() or dist.get_rank() == 0
+
+
+def make_trainer(
+    algorithm: Algorithm, task: Task, data: FederatedData, settings: Settings
+) -> LocalTrainer:
+    """On all ranks of the group that this process belongs to, or else in this process."""
+    kind = RankTrainer if is_joined() else LocalTrainer
+    return kind(algorithm, task, data, settings)
+
+
+class RankTrainer(LocalTrainer):
+    """Each rank trains its share of the cohort."""
+
+    @property
+    def leads(self) -> bool:  # type: ignore[override]
+        return speaks()
+
+    def prepare(self, run: Run) -> None:
+        """All ranks begin where the first one does: after a resume it alone has read the disk."""
+        if engine := text_of_first(self.engine):
+            self.choice = Choice.parse(engine)
+        if history := json.loads(text_of_first(json.dumps(run.history))):
+            tensors = tensors_of_first(run.snapshot())
+            if not self.leads:
+                run.restore(tensors, history, self.engine)
+        super().prepare(run)
+
+    def _choose(self, server: Server, cohort: list[int]) -> Choice:
+        chosen = str(super()._choose(server, cohort)) if self.leads else ""
+        return Choice.parse(text_of_first(chosen))
+
+    def _share(self, blocks: Sequence[Clients]) -> Sequence[Clients]:
+        return share(blocks, dist.get_rank(), dist.get_world_size())
+
+    def _together(
+        self, server: Server, mean: Mean, clients: int, kept: dict[int, State]
+    ) -> Arrived:
+        values, loss = mean_of_all(mean, averaged(self.algorithm, server))
+        return Arrived(values, loss, clients, kept_of_all(kept, self.first_kept))
+
+    def _not_finite(self, server: Server, clients: list[int]) -> list[int]:
+        found = json.dumps([int(client) for client in super()._not_finite(server, clients)])
+        with _watching():
+            said = [_broadcast_text(found, source) for source in range(dist.get_world_size())]
+        return sorted(client for text in said for client in json.loads(text))
+
+    def stop_everywhere(self, wanted: bool) -> bool:
+        return text_of_first("stop" if wanted else "") == "stop"
+
+
+def share(items: Sequence[T], rank: int, ranks: int) -> Sequence[T]:
+    """A rank's items: neighbours, and no rank is idle while a higher one has work."""
+    each, more = divmod(len(items), ranks)
+    first = rank * each + min(rank, more)
+    return items[first : first + each + (rank < more)]
+
+
+def mean_of_all(collected: Mean, like: State) -> tuple[State, float]:
+    """The mean over the clients of all ranks, with the bits of a single process. `like` has the
+    names and shapes of the values, for ranks without a client."""
+    ranks, me, distance = dist.get_world_size(), dist.get_rank(), 1
+    with _watching():
+        while distance < ranks:
+            if me % (2 * distance) == distance:
+                _send(collected.parts(), like, me - distance)
+            elif me % (2 * distance) == 0 and me + distance < ranks:
+                for part in _receive(like, me + distance):
+                    collected.add_part(part)
+            distance *= 2
+        values, loss = collected.result() if me == 0 else (like, 0.0)
+        packed = _pack({name: values[name] for name in like})
+        number = torch.tensor([loss], dtype=torch.float64, device=packed.device)
+        dist.broadcast(packed, 0)
+        dist.broadcast(number, 0)
+    return _unpack(packed, like), float(number)
+
+
+def kept_of_all(kept: dict[int, State], like: State) -> dict[int, State]:
+    """What the clients of all ranks keep: whoever trains a client next must have it."""
+    if not like:
+        return kept
+    everything: dict[int, State] = {}
+    with _watching():
+        for source in range(dist.get_world_size()):
+            mine = kept if source == dist.get_rank() else {}
+            for client in map(int, _broadcast_text(" ".join(map(str, mine)), source).split()):
+                packed = _pack(mine.get(client, like))
+                dist.broadcast(packed, source)
+                everything[client] = _unpack(packed, like)
+    return everything
+
+
+def text_of_first(text: str) -> str:
+    """What the first rank says."""
+    with _watching():
+        return _broadcast_text(text, 0)
+
+
+def tensors_of_first(tensors: State) -> State:
+    """The named tensors of the first rank."""
+    with _watching():
+        about = [[n, str(v.dtype).removeprefix("torch."), *v.shape] for n, v in tensors.items()]
+        found: State = {}
+        for name, dtype, *shape in json.loads(_broadcast_text(json.dumps(about), 0)):
+            here = torch.empty(shape, dtype=getattr(torch, dtype), device=_device())
+            found[name] = tensors[name].to(_device()) if dist.get_rank() == 0 else here
+            dist.broadcast(found[name], 0)
+    return found
+
+
+def _device() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
+def _pack(values: State) -> Tensor:
+    return torch.cat([value.reshape(-1) for value in values.values()])
+
+
+def _unpack(packed: Tensor, like: State) -> State:
+    parts = packed.split([value.numel() for value in like.values()])
+    return {n: p.view(v.shape) for (n, v), p in zip(like.items(), parts, strict=True)}
+
+
+def _send(parts: list[Part], like: State, to: int) -> None:
+    """How many subtrees, where they stand and weigh, and their sums."""
+    first = next(iter(like.values()))
+    dist.send(torch.tensor([len(parts)], device=first.device), to)
+    if parts:
+        places = [[p.level, p.index, p.weight, p.loss] for p in parts]
+        dist.send(torch.tensor(places, dtype=torch.float64, device=first.device), to)
+        dist.send(torch.stack([_pack({n: p.values[n] for n in like}) for p in parts]), to)
+
+
+def _receive(like: State, source: int) -> list[Part]:
+    first = next(iter(like.values()))
+    count = torch.zeros(1, dtype=torch.int64, device=first.device)
+    dist.recv(count, source)
+    if not int(count):
+        return []
+    places = torch.empty(int(count), 4, dtype=torch.float64, device=first.device)
+    sums = first.new_empty(int(count), sum(value.numel() for value in like.values()))
+    dist.recv(places, source)
+    dist.recv(sums, source)
+    return [
+        Part(int(level), int(index), _unpack(row, like), weight, loss)
+        for (level, index, weight, loss), row in zip(places.tolist(), sums, strict=True)
+    ]
+
+
+def _broadcast_text(text: str, source: int) -> str:
+    device = _device()
+    letters = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    length = torch.tensor([len(letters)], device=device)
+    dist.broadcast(length, source)
+    if dist.get_rank() != source:
+        letters = torch.empty(int(length), dtype=torch.uint8, device=device)
+    if int(length):
+        dist.broadcast(letters, source)
+    return bytes(letters.tolist()).decode()
+
+
+@contextmanager
+def _watching() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        what = str(error).strip().partition("\n")[0]
+        raise RankLost(
+            f"rank {dist.get_rank()} has lost another process of the run, which has died or has "
+            f"been silent for {TIMEOUT.total_seconds():g} s ({what})"
+        ) from error

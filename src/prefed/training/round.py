@@ -1,0 +1,294 @@
+"""A round is two functions, and nothing else in the project knows what a round is.
+
+    local_update    broadcast -> K steps on a block of clients -> update
+    server_update   mean of the updates -> new global state
+
+Engines decide where and for how many clients at a time local_update runs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from prefed.algorithms import Algorithm
+from prefed.algorithms.sharing import Policy, reset
+from prefed.codecs import Codec, codec
+from prefed.core.errors import PrefedError
+from prefed.core.layout import Layout
+from prefed.core.schedule import at
+from prefed.rules import Field, Rule
+from prefed.rules.rule import State
+
+Kept = Mapping[int, State]
+"""The state that clients keep, for those that have taken part."""
+
+LOST = "lost"
+"""Kept by a client whose codec has error feedback: what it has not sent yet of its changes."""
+
+
+@dataclass
+class Server:
+    """The global state: all there is to know between two rounds, but for what clients keep."""
+
+    round: int
+    weights: Tensor
+    buffers: Tensor
+    optimiser: State
+    """The state of the server rule."""
+    shared: State
+    """The server's copy of each averaged or derived field of the client rule."""
+    layout: Layout
+    """Of the weights. Part of no message: both sides have it from their model."""
+
+    @classmethod
+    def start(
+        cls, algorithm: Algorithm, layout: Layout, weights: Tensor, buffers: Tensor
+    ) -> Server:
+        optimiser = algorithm.server_rule().fields(layout)
+        client = algorithm.client_rule().fields(layout)
+        shared = {n: f for n, f in client.items() if policy(algorithm, n).comes_down}
+        return cls(
+            round=0,
+            weights=weights.clone(),
+            buffers=buffers.clone(),
+            optimiser={name: field.new(weights) for name, field in optimiser.items()},
+            shared={name: field.new(weights) for name, field in shared.items()},
+            layout=layout,
+        )
+
+    def broadcast(self) -> State:
+        """What goes down to every client of a cohort."""
+        return {"weights": self.weights, "buffers": self.buffers} | self.shared
+
+    def values(self, algorithm: Algorithm) -> State:
+        """For each value that a client sends in this round, the server's own."""
+        sent = {n: v for n, v in self.shared.items() if policy(algorithm, n).sent(self.round)}
+        return {"weights": self.weights, "buffers": self.buffers} | sent
+
+
+@dataclass(frozen=True)
+class Update:
+    """What comes back from a block of C clients."""
+
+    values: State
+    """Goes to the server: the change of the weights (C, d), the buffers, the averaged fields
+    that are sent in this round."""
+    kept: State
+    """Stays with the clients."""
+    losses: Tensor
+    """Of each client (C): the mean over its steps."""
+
+
+class Position(Protocol):
+    """Where some clients stand: all that a local step needs to know."""
+
+    weights: Tensor
+    """(C, d)"""
+    gradient: Tensor
+    """(C, d)"""
+
+    def cohort_mean(self, rows: Tensor) -> Tensor:
+        """The weighted mean of (C, d) over the whole cohort, for rules in lockstep."""
+
+
+class Block(ABC):
+    """Some clients of the cohort, as an engine holds them while they train: a Position, and how
+    to get to the next one."""
+
+    clients: Sequence[int]
+    layout: Layout
+    weights: Tensor
+    gradient: Tensor
+
+    @abstractmethod
+    def differentiate(self, k: int) -> Tensor:
+        """Fill `gradient` from the batches of step k; the losses (C)."""
+
+    @abstractmethod
+    def state(self, name: str, field: Field) -> Tensor:
+        """Room for a field (C, ...), with any content."""
+
+    @abstractmethod
+    def read_buffers(self) -> Tensor: ...
+
+    @abstractmethod
+    def write_buffers(self, buffers: Tensor) -> None: ...
+
+    @abstractmethod
+    def cohort_mean(self, rows: Tensor) -> Tensor: ...
+
+    def rule(self, algorithm: Algorithm) -> Rule:
+        """The client rule, in the arithmetic that suits the engine."""
+        return algorithm.client_rule().fit(self.layout).fast(self.weights)
+
+    def walk(self, algorithm: Algorithm, rule: Rule, state: State, lr: float, steps: int) -> Tensor:
+        """So many local steps, in place; the sums of the losses (C)."""
+        losses = self.weights.new_zeros(len(self.clients))
+        for k in range(steps):
+            losses += self.differentiate(k)
+            descend(algorithm, rule, self, state, lr, k)
+        return losses
+
+
+def policy(algorithm: Algorithm, field: str) -> Policy:
+    return algorithm.sharing().get(field, reset())
+
+
+def local_update(
+    algorithm: Algorithm, server: Server, block: Block, kept: Kept, steps: int
+) -> Update:
+    """K local steps from the server's state, on each client of the block."""
+    w = block.weights
+    lr = at(algorithm.client_lr, server.round)
+    rule = block.rule(algorithm)
+    fields = rule.fields(block.layout)
+
+    w.copy_(server.weights)
+    block.write_buffers(server.buffers)
+    state = {name: block.state(name, field) for name, field in fields.items()}
+    for name, field in fields.items():
+        match policy(algorithm, name).kind:
+            case "reset":
+                state[name].fill_(field.start)
+            case "average" | "derived":
+                state[name].copy_(server.shared[name])
+            case "keep":
+                for row, client in zip(state[name], block.clients, strict=True):
+                    if client in kept:
+                        row.copy_(kept[client][name])
+                    else:
+                        row.fill_(field.start)
+
+    rule.begin(w, state)
+    losses = block.walk(algorithm, rule, state, lr, steps)
+    rule.finish(w, state, lr, steps)
+
+    w.sub_(server.weights)
+    sent = {n: state[n] for n in fields if policy(algorithm, n).sent(server.round)}
+    return Update(
+        values={"weights": w, "buffers": block.read_buffers()} | sent,
+        kept={n: state[n] for n in fields if policy(algorithm, n).kind == "keep"},
+        losses=losses / steps,
+    )
+
+
+def descend(
+    algorithm: Algorithm, rule: Rule, place: Position, state: State, lr: float, k: int
+) -> None:
+    """One step of the client rule with the gradient of that position."""
+    w, g = place.weights, place.gradient
+    if algorithm.clip_norm is not None:
+        norm = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
+        g.mul_((algorithm.clip_norm / norm).clamp_(max=1))
+    if algorithm.weight_decay:
+        g.add_(w, alpha=algorithm.weight_decay)
+    if rule.lockstep:
+        state["mean"] = place.cohort_mean(g)
+    rule.advance(w, g, state, lr, k)
+
+
+def server_update(
+    algorithm: Algorithm, server: Server, mean: State, steps: int, participation: float
+) -> None:
+    """One step of the server rule with the clients' mean change, in place. Uses `mean` up.
+
+    participation is the share of all clients that the mean speaks for.
+    """
+    mean = algorithm.after_mean(mean)
+    server.buffers.copy_(mean["buffers"])
+    for name, held in server.shared.items():
+        if name not in mean:
+            continue
+        if policy(algorithm, name).follow == "mean":
+            held.copy_(mean[name])
+        else:
+            held.lerp_(mean[name], participation)
+    if any(policy(algorithm, name).kind == "derived" for name in server.shared):
+        client_lr = at(algorithm.client_lr, server.round)
+        found = algorithm.derive(mean["weights"], server.shared, client_lr, steps)
+        for name in server.shared.keys() & found.keys():
+            server.shared[name].copy_(found[name])
+    g = algorithm.pseudo_gradient(mean["weights"], steps)
+    lr = at(algorithm.server_lr, server.round)
+    rule = algorithm.server_rule().fit(server.layout)
+    rule.advance(server.weights, g, server.optimiser, lr, 0)
+    server.round += 1
+
+
+def codec_of(algorithm: Algorithm, name: str) -> Codec:
+    """The codec of the weights' change or of a field; buffers are sent as they are."""
+    if name == "weights":
+        return codec(algorithm.upload)
+    return codec("exact" if name == "buffers" else policy(algorithm, name).codec)
+
+
+def first_kept(algorithm: Algorithm, layout: Layout, weights: Tensor) -> State:
+    """What a client keeps before it has taken part."""
+    fields = algorithm.client_rule().fields(layout)
+    kept = {n: f.new(weights) for n, f in fields.items() if policy(algorithm, n).kind == "keep"}
+    if codec_of(algorithm, "weights").feedback:
+        kept[LOST] = weights.new_zeros(layout.size)
+    return kept
+
+
+def check_sharing(algorithm: Algorithm, layout: Layout) -> None:
+    """Build both rules and compare the sharing policy with the fields they have."""
+    fields = algorithm.client_rule().fields(layout)
+    algorithm.server_rule().fields(layout)
+    for name in algorithm.sharing():
+        if name not in fields and not name.endswith("_mass"):
+            raise PrefedError(
+                f"{type(algorithm).__name__}.sharing: the client rule has no state {name!r}; "
+                f"it has {', '.join(fields) or 'none'}"
+            )
+    if not codec(algorithm.upload).signed:
+        raise PrefedError(
+            f"{type(algorithm).__name__}.upload: {algorithm.upload} is for values that are never "
+            f"negative, such as P; changes of weights are, so take int8 or bfloat16"
+        )
+    for name, field in fields.items():
+        chosen = policy(algorithm, name).codec
+        if chosen != "exact" and field.shape != (layout.size,):
+            raise PrefedError(
+                f"{type(algorithm).__name__}.sharing: codec {chosen} is for vectors as long as "
+                f"the weights, and {name} has the shape {list(field.shape)}; take exact"
+            )
+        if codec(chosen).feedback:
+            raise PrefedError(
+                f"{type(algorithm).__name__}.sharing: codec {chosen} needs error feedback, which "
+                f"is for the change of the weights alone; {name} cannot have it"
+            )
+
+
+def traffic(
+    algorithm: Algorithm, server: Server, clients: int, steps: int, answers: int | None = None
+) -> dict[str, int]:
+    """Exact bytes of a round, over all its clients, split into weights and optimiser state.
+
+    answers is how many of the clients sent something back: all of them unless told.
+    """
+    answers = clients if answers is None else answers
+    sent = {
+        name: codec_of(algorithm, name).nbytes(server.layout, like)
+        for name, like in server.values(algorithm).items()
+    }
+    weights_up = sent.pop("weights") + sent.pop("buffers")
+    weights_down = server.weights.nbytes + server.buffers.nbytes
+    up, down = sum(sent.values()), sum(value.nbytes for value in server.shared.values())
+    if algorithm.client_rule().lockstep:  # a gradient up and the mean gradient down in each step
+        down += steps * server.weights.nbytes
+        up += steps * server.weights.nbytes
+    return {
+        "bytes_up": answers * (weights_up + up),
+        "bytes_down": clients * (weights_down + down),
+        "bytes_up_weights": answers * weights_up,
+        "bytes_up_state": answers * up,
+        "bytes_down_weights": clients * weights_down,
+        "bytes_down_state": clients * down,
+    }

@@ -1,0 +1,87 @@
+"""How a run goes: everything about it that is not the algorithm, the model or the data."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from prefed.core.deprecated import with_new_names
+from prefed.core.errors import PrefedError, explain
+
+
+class Settings(BaseModel):
+    """The settings of a run, each stated once: `prefed.simulate`, configs and the command line
+    take them from here."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    RENAMED: ClassVar[dict[str, str]] = {"dropout": "client_dropout"}
+    """Old names that are still understood."""
+
+    rounds: PositiveInt
+    """How often the server averages."""
+    clients_per_round: PositiveInt | None = None
+    """The size of a cohort, which is drawn anew in each round; None (in a config "all") is all
+    clients."""
+    local_steps: PositiveInt
+    """Gradient steps of each client in a round (K in the paper)."""
+    batch_size: PositiveInt | None = 32
+    """Samples in the batch of a step; None (in a config "full") is all samples of the client."""
+    batches: Literal["replacement", "epochs"] = "replacement"
+    """Samples are drawn with "replacement" in each step, as in the paper, or in shuffled passes
+    over the client's samples ("epochs")."""
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    """Of every random draw."""
+    weighting: Literal["uniform", "samples"] = "uniform"
+    """Clients count in the mean equally ("uniform"), or by their number of "samples"."""
+    engine: str = "auto"
+    """How clients are computed: "sequential", "vectorised", "compiled", or "auto", which measures
+    and chooses."""
+    workers: PositiveInt = 1
+    """Threads that train clients side by side; "auto" may use as many as torch does."""
+    device: str = "auto"
+    """"auto", "cpu", "cuda" (or "cuda:1", ...) or "mps"."""
+    channels_last: bool = False
+    """The memory format that convolutions on GPUs are fastest in."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """"bfloat16" is mixed precision: matrix products and convolutions in bfloat16, the weights
+    and all state as they are."""
+    evaluate_every: PositiveInt = 1
+    """The model is evaluated on the test set after each so many rounds, and after the last."""
+    client_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The probability that a client of a cohort never answers."""
+    quorum: PositiveInt = 1
+    """The number of clients that must answer; with fewer, a round leaves the model as it was."""
+    on_divergence: Literal["stop", "continue"] = "stop"
+    """When an update is not finite: "stop" the run, or "continue" without its client."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_new_names(cls, table: Any) -> Any:
+        return with_new_names(table, cls.RENAMED)
+
+    @field_validator("clients_per_round", "batch_size", mode="before")
+    @classmethod
+    def _from_word(cls, value: Any) -> Any:
+        return None if value in ("all", "full") else value
+
+    @classmethod
+    def checked(cls, **values: Any) -> Settings:
+        """The settings, or an error that names all that is wrong with them."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise PrefedError("\n".join(explain(error, cls))) from None
+
+    def weight(self, samples: int) -> float:
+        """The weight of a client with this number of samples in every mean over the cohort."""
+        return 1.0 if self.weighting == "uniform" else float(samples)

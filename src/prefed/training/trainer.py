@@ -1,0 +1,83 @@
+"""Where the clients of a round train: a small protocol behind the loop over rounds.
+
+LocalTrainer    in this process (local_trainer.py)
+RankTrainer     on the ranks of a torch.distributed group (ranks.py)
+FlowerTrainer   on Flower's nodes (prefed.flower.server)
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from prefed.core.errors import PrefedError
+from prefed.rules.rule import State
+from prefed.training.round import Server
+
+if TYPE_CHECKING:
+    from prefed.training.run import Run
+
+Record = dict[str, Any]
+"""What is known of one round."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What the clients of a round sent: admitted and averaged as it came in."""
+
+    mean: State
+    """The mean of what the clients sent."""
+    loss: float
+    """The mean training loss."""
+    clients: int
+    """The number of clients in the mean."""
+    kept: dict[int, State] = field(default_factory=dict)
+    """What stays with the clients, if it is held here."""
+    record: Record = field(default_factory=dict)
+    """More for the record of the round."""
+
+    @cached_property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and all(v.isfinite().all() for v in self.mean.values())
+
+
+class Trainer(ABC):
+    leads: bool = True
+    """This process evaluates, writes and prints for the run; of several ranks only the first."""
+    engine: str = ""
+    """How the run computes, known after `prepare`. A resumed run goes on with the same."""
+
+    def prepare(self, run: Run) -> None:
+        """All that has to be ready before the first round of this process."""
+
+    @abstractmethod
+    def train(self, server: Server, clients: list[int]) -> Arrived:
+        """K local steps on each of these clients. Nothing of the run is changed yet."""
+
+    def keep(self, server: Server, arrived: Arrived) -> None:
+        """The round counts: what its clients keep is theirs from now on."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What the next rounds depend on besides the server, by name, as a checkpoint holds it."""
+        return {}
+
+    def load_state(self, saved: Mapping[str, Tensor], engine: str) -> None:
+        """Go on from a checkpoint of a run that computed with `engine`."""
+
+    def stop_everywhere(self, wanted: bool) -> bool:
+        """Whether the run stops, where several processes have to agree on it."""
+        return wanted
+
+
+def check_fits(name: str, saved: Mapping[str, Tensor], like: Tensor) -> Tensor:
+    """The saved tensor of that name, if it has the shape and type of `like`."""
+    found = saved.get(name)
+    if found is None or found.shape != like.shape or found.dtype != like.dtype:
+        raise PrefedError(f"the saved state does not fit this run: {name}")
+    return found

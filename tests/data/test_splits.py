@@ -1,0 +1,127 @@
+"""Splits: every sample once, nobody empty, proportions as asked, and a million clients."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import prefed
+from prefed.core import draws
+from prefed.data.describe import heterogeneity
+from prefed.data.splits import dirichlet, iid, natural, quantity, shards
+
+samples = st.integers(1, 6).flatmap(
+    lambda classes: st.lists(st.integers(0, classes - 1), min_size=1, max_size=300)
+)
+
+
+def check(parts: Any, samples: int, clients: int, min_size: int) -> None:
+    assert len(parts) == clients
+    assert sorted(np.concatenate(list(parts))) == list(range(samples))
+    assert min(len(part) for part in parts) >= min_size
+
+
+@given(samples, st.integers(1, 30), st.integers(1, 4), st.integers(0, 99))
+def test_shards(labels: list[int], clients: int, per_client: int, seed: int) -> None:
+    array, generator = np.array(labels), draws.generator(seed, "split")
+    if clients * per_client > len(labels):
+        with pytest.raises(prefed.PrefedError, match="cannot be made of"):
+            shards(array, generator, clients=clients, classes_per_client=per_client)
+        return
+    parts = shards(array, generator, clients=clients, classes_per_client=per_client)
+    check(parts, len(labels), clients, per_client)
+    assert np.ptp([len(part) for part in parts]) <= per_client
+
+
+def test_shards_of_equal_classes_bring_that_many_classes() -> None:
+    labels = np.repeat(np.arange(10), 100)
+    parts = shards(labels, draws.generator(0, "s"), clients=50, classes_per_client=2)
+    assert all(len(np.unique(labels[part])) <= 2 for part in parts)
+
+
+@given(samples, st.integers(1, 30), st.floats(1e-3, 1e3), st.integers(1, 4), st.integers(0, 99))
+def test_quantity(labels: list[int], clients: int, alpha: float, least: int, seed: int) -> None:
+    options: Any = {"clients": clients, "alpha": alpha, "min_size": least}
+    if clients * least > len(labels):
+        with pytest.raises(prefed.PrefedError, match="cannot be made of"):
+            quantity(np.array(labels), draws.generator(seed, "split"), **options)
+        return
+    parts = quantity(np.array(labels), draws.generator(seed, "split"), **options)
+    check(parts, len(labels), clients, least)
+
+
+@given(st.lists(st.integers(-5, 5), min_size=1, max_size=99), st.integers(1, 9))
+def test_natural(keys: list[int], least: int) -> None:
+    array = np.array(keys)
+    groups = [np.flatnonzero(array == key) for key in sorted(set(keys))]
+    wanted = [group for group in groups if len(group) >= least]
+    if not wanted:
+        with pytest.raises(prefed.PrefedError, match="no client has"):
+            natural(array, draws.generator(0, "s"), array, min_size=least)
+        return
+    parts = natural(array, draws.generator(0, "s"), array, min_size=least)
+    assert [part.tolist() for part in parts] == [group.tolist() for group in wanted]
+
+
+def test_quantity_follows_alpha() -> None:
+    """Var of a share of Dirichlet(alpha) over C clients is (1/C)(1 - 1/C) / (C*alpha + 1)."""
+    for alpha in (0.5, 5.0):
+        shares = [
+            len(part) / 10_000
+            for seed in range(300)
+            for part in quantity(
+                np.zeros(10_000), draws.generator(seed, "s"), clients=20, alpha=alpha
+            )
+        ]
+        assert np.var(shares) == pytest.approx(0.05 * 0.95 / (20 * alpha + 1), rel=0.15)
+
+
+def test_heterogeneity() -> None:
+    assert heterogeneity(np.full((7, 10), 3)) == 0
+    assert heterogeneity(np.eye(10)) == pytest.approx(0.9)
+
+
+def test_labels_are_needed() -> None:
+    with pytest.raises(prefed.PrefedError, match="needs one label"):
+        dirichlet(np.zeros((9, 4), int), draws.generator(0, "s"), clients=2, alpha=1.0)
+    with pytest.raises(prefed.PrefedError, match="natural needs a data set that says whose"):
+        natural(np.zeros(9, int), draws.generator(0, "s"), None)
+    assert len(iid(np.zeros((9, 4), int), draws.generator(0, "s"), clients=2)) == 2
+
+
+MILLION = """
+import pathlib, time
+import numpy as np
+from prefed.core import draws
+from prefed.data import splits
+labels = np.arange(2_000_000) % 10
+many = {"clients": 1_000_000}
+for split, options in (
+    (splits.iid, many), (splits.dirichlet, many | {"alpha": 0.5}), (splits.shards, many),
+    (splits.quantity, many | {"alpha": 0.5}),
+    (splits.natural, {"keys": np.arange(2_000_000) // 2}),
+):
+    start = time.process_time()
+    parts = split(labels, draws.generator(0, "split"), **options)
+    assert len(parts) == 1_000_000 and parts.sizes().min() >= 1
+    seconds = time.process_time() - start
+    print(split.__name__, f"{seconds:.1f} s")
+    assert seconds < 10, split
+# Not ru_maxrss: a new process inherits that from the one that started it.
+status = pathlib.Path("/proc/self/status")
+if status.exists():
+    peak = next(l for l in status.read_text().splitlines() if l.startswith("VmHWM"))
+    print(peak)
+    assert int(peak.split()[1]) < 1_000_000, peak  # KB
+"""
+
+
+def test_a_million_clients() -> None:
+    done = subprocess.run([sys.executable, "-c", MILLION], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

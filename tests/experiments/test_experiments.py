@@ -1,0 +1,266 @@
+"""Comparisons, sweeps, statistics, callbacks and trackers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given
+from hypothesis import strategies as st
+
+import prefed
+from prefed.experiments.config import load
+from prefed.experiments.plans import plan_comparison, run_all
+from prefed.experiments.ranking import group
+from prefed.experiments.run_directory import execute
+from prefed.experiments.stats import bootstrap_interval, sign_flip_p
+from prefed.experiments.sweep import Scored, Space, on_edge
+from tests.cli.test_cli import prefed_command
+from tests.helpers.problems import tiny_data, tiny_model
+
+SHORT = ["rounds=3", "local_steps=2", "model.hidden=[8]"]
+SHORT_WORDS = [word for change in SHORT for word in ("--set", change)]
+
+
+@given(st.lists(st.floats(0, 1), min_size=3, max_size=10, unique=True))
+def test_bootstrap_interval_is_scipys(values: list[float]) -> None:
+    """The ends of our interval cut 2.5 % off each side of scipy's bootstrap distribution. With few
+    values that distribution has steps, so an end may lie anywhere on one."""
+    low, high = bootstrap_interval(values)
+    drawn = scipy.stats.bootstrap(
+        (np.array(values),), np.mean, method="percentile", n_resamples=9999, rng=1
+    ).bootstrap_distribution
+    tiny = 1e-9
+    assert (drawn < low - tiny).mean() - 0.008 < 0.025 < (drawn <= low + tiny).mean() + 0.008
+    assert (drawn > high + tiny).mean() - 0.008 < 0.025 < (drawn >= high - tiny).mean() + 0.008
+
+
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=8))
+def test_sign_flip_p_is_scipys(differences: list[float]) -> None:
+    array = np.array(differences)
+    theirs = scipy.stats.permutation_test(
+        (array, np.zeros_like(array)),
+        lambda x, y, axis: np.mean(x - y, axis=axis),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=np.inf,
+    ).pvalue
+    assert sign_flip_p(differences) == pytest.approx(theirs)
+
+
+def test_sign_flip_p_with_many_pairs_is_drawn() -> None:
+    differences = np.random.default_rng(0).normal(0.3, 1, 40).tolist()
+    assert sign_flip_p(differences) == pytest.approx(
+        scipy.stats.ttest_1samp(differences, 0).pvalue, abs=0.02
+    )
+    assert sign_flip_p([1.0] * 3) == 0.25
+
+
+def test_a_comparison_is_paired_and_goes_on_after_a_stop(tmp_path: Path) -> None:
+    planned = plan_comparison("digits-noniid", ["fedavg", "prefed"], 2, SHORT, tmp_path)
+    with pytest.raises(prefed.Interrupted):
+        execute(planned[1].config, planned[1].folder, stop=lambda: True)
+    events: list[Any] = []
+    runs = run_all(planned, 2, lambda plan, event: events.append((plan.title, event)))
+    assert [run.status for run in runs] == ["finished"] * 4
+    assert sum("end" in event for _, event in events) == 4
+    by_name = {(run.algorithm, run.seed): run for run in runs}
+    for seed in (0, 1):
+        a, b = by_name["fedavg", seed], by_name["prefed", seed]
+        assert [r["cohort"] for r in a.history] == [r["cohort"] for r in b.history]
+    events.clear()
+    run_all(planned, 2, lambda plan, event: events.append(event))
+    assert events == [{"end": "finished"}] * 4  # nothing is run twice
+
+
+def test_a_diverged_run_is_shown_as_diverged(tmp_path: Path) -> None:
+    changes = [*SHORT, "algorithm.client_lr=1e30"]
+    good = plan_comparison("digits-noniid", ["prefed"], 2, SHORT, tmp_path / "a")
+    bad = plan_comparison("digits-noniid", ["fedavg"], 2, changes, tmp_path / "b")
+    groups = group(run_all([*good, *bad], 2))
+    assert [g.label for g in groups] == ["prefed", "fedavg"]
+    assert (groups[1].count("diverged"), groups[1].mean()) == (2, None)
+    words = ["compare", "digits-noniid", "--algorithms", "fedavg", "--seeds", "2", *SHORT_WORDS]
+    more = ["--set", "algorithm.client_lr=1e30", "--out", "c"]
+    done = prefed_command(*words, *more, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "(2/2 diverged)" in done.stdout
+    assert "Diverged" in (tmp_path / "c" / "report.html").read_text()
+
+
+def test_a_run_that_fails_is_exit_1_with_its_message(tmp_path: Path) -> None:
+    """A model that cannot be built shows only when the run begins."""
+    words = ["compare", "digits-noniid", "--algorithms", "fedavg", "--seeds", "1", *SHORT_WORDS]
+    done = prefed_command(*words, "--set", "model=cnn", "--set", "model.channels=[8,8,8,8]",
+                          "--out", "f", cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "error: fedavg seed 0: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(tmp_path: Path) -> None:
+    words = ["compare", "digits-noniid", "--set", "rounds=9999", "--seeds", "1", "--out", "c"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "prefed", *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not any((tmp_path / "c").glob("*/rounds.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "the same command with --out c goes on" in err
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+def test_sweep_chooses_on_validation_and_tests_once(tmp_path: Path) -> None:
+    words = ["sweep", "digits-noniid", *SHORT_WORDS, "--set", "algorithm=fedadam", "--out", "s",
+             "--grid", "client_lr=0.001,0.1,1e30", "--grid", "server_lr=0.01,0.1"]  # fmt: skip
+    done = prefed_command(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "diverged" in done.stdout
+    assert "its accuracy on the test set" in done.stdout
+    points = prefed.load_runs(tmp_path / "s" / "points")
+    best = prefed.load_runs(tmp_path / "s" / "best")
+    assert len(points) == 6
+    assert len(best) == 1
+    assert all(run.config["data"]["validation"] == 0.2 for run in points)
+    assert best[0].config["data"]["validation"] == 0
+    # A run of the sweep never sees the test set: its split is that of fewer training samples.
+    config = load(points[0].config)
+    held_out = config.make_run().data.test
+    assert held_out is not None
+    assert len(held_out) == round(0.2 * 1437)
+    assert (tmp_path / "s" / "report" / "heat-map.pdf").exists()
+    again = prefed_command(*words, cwd=tmp_path)
+    assert again.stdout.splitlines()[-4:] == done.stdout.splitlines()[-4:]
+
+
+def test_random_and_optuna_sweeps(tmp_path: Path) -> None:
+    for kind in ("--random", "--optuna"):
+        done = prefed_command(
+            "sweep", "digits-iid", *SHORT_WORDS, kind, "4", "--range", "client_lr=1e-3:1",
+            "--grid", "algorithm=fedavg,fedprox", "--out", kind.strip("-"), cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        runs = prefed.load_runs(tmp_path / kind.strip("-") / "points")
+        rates = [run.config["algorithm"]["client_lr"] for run in runs]
+        assert len(rates) == 4
+        assert all(1e-3 <= rate <= 1 for rate in rates)
+
+
+def test_a_best_point_on_the_edge_is_reported() -> None:
+    space = Space({"client_lr": ["1", "0.1", "0.01"], "model": ["mlp", "cnn"]}, {})
+    assert on_edge(space.lists, {"client_lr": "0.01", "model": "mlp"}) == ["client_lr"]
+    assert on_edge(space.lists, {"client_lr": "0.1", "model": "mlp"}) == []
+    assert Scored({}, []).point == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--grid", "client_lr"], "form key=value"),
+        ([], "--grid"),
+        (["--range", "client_lr=1:0.1", "--random", "2"], "low:high"),
+        (["--range", "client_lr=0.1:1"], "--range needs --random"),
+        (["--grid", "cleint_lr=1,2"], 'did you mean "client_lr"?'),
+    ],
+)
+def test_sweep_mistakes(words: list[str], message: str, tmp_path: Path) -> None:
+    done = prefed_command("sweep", "digits-iid", *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+class Recorder(prefed.Callback):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_start(self, config: dict[str, Any]) -> None:
+        self.seen.append("start")
+
+    def on_round(self, record: dict[str, Any]) -> None:
+        self.seen.append(f"round {record['round']}")
+
+    def on_end(self, result: prefed.Result) -> None:
+        self.seen.append("end")
+
+    def on_stop(self, reason: str) -> None:
+        self.seen.append(reason)
+
+
+def test_callbacks(tmp_path: Path) -> None:
+    recorder = Recorder()
+    prefed.simulate(
+        prefed.FedAvg(), tiny_model(), tiny_data(), rounds=2, local_steps=1, callbacks=[recorder]
+    )
+    assert recorder.seen == ["start", "round 1", "round 2", "end"]
+    stopped = Recorder()
+    with pytest.raises(prefed.Interrupted):
+        execute(load("digits-iid", SHORT), tmp_path, callbacks=[stopped], stop=lambda: True)
+    assert stopped.seen == ["start", "round 1", "stopped after round 1"]
+
+
+def test_pandas_and_runs(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        execute(load("digits-iid", [*SHORT, f"seed={seed}"]), tmp_path / f"run{seed}")
+    frame = prefed.to_pandas(tmp_path)
+    assert len(frame) == 6
+    assert frame.groupby("seed")["bytes_up"].sum().nunique() == 1
+    assert set(frame["status"]) == {"finished"}
+    listed = prefed_command("runs", ".", cwd=tmp_path)
+    assert listed.stdout.count("finished") == 2
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    words = ["run", "digits-iid", *SHORT_WORDS, "--out", "run", "--track", "tensorboard"]
+    done = prefed_command(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("test_accuracy")] == [1, 2, 3]
+
+
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    words = ["run", "digits-iid", *SHORT_WORDS, "--out", "run", "--track", "mlflow"]
+    done = prefed_command(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    metric = next((tmp_path / "mlruns").rglob("metrics/test_accuracy"))
+    assert len(metric.read_text().splitlines()) == 3
+    assert next((tmp_path / "mlruns").rglob("params/algorithm.client_lr")).read_text()
+
+
+def test_unknown_and_missing_trackers(tmp_path: Path) -> None:
+    done = prefed_command("run", "digits-iid", "--track", "tensorbord", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "tensorboard" in done.stderr
+    done = prefed_command("run", "digits-iid", "--track", "wandb", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "pip install 'prefed[tracking]'" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_json_lines_have_no_nan() -> None:
+    from prefed.core.safe_files import to_json
+
+    assert json.loads(to_json({"a": math.nan, "b": 1.5})) == {"a": None, "b": 1.5}

@@ -1,0 +1,92 @@
+"""Every shipped preset is right, and a round of it runs, on small data in the official format."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import prefed
+from prefed import ALGORITHMS
+from prefed.core.schedule import at
+from prefed.experiments.config import algorithms_of, load, presets
+from tests.helpers import official
+
+SMALL = {
+    "cifar10": ["data.complete=false"],
+    "cifar100": ["data.complete=false"],
+    "mnist": ["data.complete=false"],
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return official.everything(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_round_of_every_preset(name: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFED_DATA", str(data))
+    whole = load(name)
+    assert load(whole.to_dict()) == whole
+    changes = ["rounds=1", "local_steps=1", "batch_size=2", "clients_per_round=1", "device=cpu"]
+    config = load(name, changes + SMALL.get(whole.data.name, []))
+    record = config.make_run().run_round()
+    assert record["test_loss"] is not None
+    assert (record["test_accuracy"] is None) == (whole.data.target == "input")
+    assert record["train_loss"] > 0
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_algorithm_has_its_own_step_sizes(name: str) -> None:
+    tuned = algorithms_of(name)
+    paper = {"fedavg", "adaalter", "fedadam", "prefed", "prefedopt"}
+    wanted = paper if name.startswith(("paper", "digits")) else ALGORITHMS.names()
+    assert set(wanted) <= set(tuned)
+    for algorithm in tuned:
+        assert "client_lr" in load(name, [f"algorithm={algorithm}"]).algorithm.options
+
+
+@pytest.mark.parametrize("name", [n for n in presets() if n.startswith("paper")])
+def test_the_papers_numbers(name: str) -> None:
+    """Section 5 of the paper; the rest as in docs/paper.md."""
+
+    def options(algorithm: str) -> tuple[list[float], list[float], dict[str, object]]:
+        made = load(name, [f"algorithm={algorithm}"]).make_algorithm()
+        rounds = (0, 19, 20, 40, 60)
+        client = [at(made.client_lr, r) for r in rounds]
+        return client, [at(made.server_lr, r) for r in rounds], made.model_dump()
+
+    config = load(name)
+    assert (config.rounds, config.local_steps, config.batch_size) == (80, 500, 32)
+    assert config.clients_per_round == 10
+    assert config.batches == "replacement"
+    assert config.data.split.options["clients"] == 100
+    assert config.data.split.name == ("dirichlet" if "noniid" in name else "iid")
+    assert config.data.split.options.get("alpha", 0.5) == 0.5
+    kind = "cifar100" if "cifar100" in name else "cifar10"
+    assert config.data.name == kind
+    assert config.model.name == {"cifar10": "resnet18", "cifar100": "resnet34"}[kind]
+
+    client, server, rest = options("fedavg")
+    assert client == pytest.approx([0.05, 0.05, 0.005, 0.0005, 0.00005])
+    assert rest["client_momentum"] == 0.9
+    for adaptive in ("adaalter", "fedadam", "prefed", "prefedopt"):
+        client, server, rest = options(adaptive)
+        assert client == pytest.approx([1e-3, 1e-3, 1e-4, 1e-5, 1e-6])
+        assert rest["tau"] == 1e-3
+        if adaptive in ("fedadam", "prefedopt"):
+            assert server == pytest.approx([0.05, 0.05, 0.05, 0.005, 0.005])
+        if adaptive != "adaalter":
+            assert rest["beta1"] == 0.9
+            assert rest["beta2"] == (0.99 if adaptive == "fedadam" else 0.9)
+
+
+def test_what_is_shipped_is_packaged() -> None:
+    root = Path(prefed.__file__).parent
+    about = tomllib.loads((root.parent.parent / "pyproject.toml").read_text())
+    patterns = about["tool"]["setuptools"]["package-data"]["prefed"]
+    packaged = {path for pattern in patterns for path in root.glob(pattern)}
+    files = {path for path in root.rglob("*") if path.is_file() and path.suffix != ".py"}
+    assert not {path for path in files - packaged if "__pycache__" not in path.parts}

@@ -1,0 +1,66 @@
+"""The results in the docs are what their records say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from prefed.experiments.config import algorithms_of, load
+from prefed.experiments.study import Bench, read, studies
+from prefed.report import study_results as results
+from tests.helpers import ROOT
+
+RESULTS = ROOT / "docs" / "results"
+DONE = sorted(path.stem for path in RESULTS.glob("*.json"))
+
+
+@pytest.mark.parametrize("name", DONE)
+def test_the_table_is_that_of_the_runs(name: str, tmp_path: Path) -> None:
+    """Drawn again from the committed records, as `prefed study NAME --draw` does it."""
+    assert name in studies()
+    _, study = read(name)
+    shutil.copytree(RESULTS / study.config, tmp_path / study.config)
+    bench = Bench(study, tmp_path)
+    assert {label: sorted(seeds) for label, seeds in bench.runs().items()} == {
+        label: list(range(study.seeds)) for label in study.compared()
+    }
+    results.write(bench, name)
+    for kind in ("md", "json"):
+        there = (RESULTS / f"{name}.{kind}").read_text()
+        assert (tmp_path / f"{name}.{kind}").read_text() == there
+
+
+@pytest.mark.parametrize("name", DONE)
+def test_presets_have_what_was_tuned(name: str) -> None:
+    """The best points of the committed scores are the options of the preset."""
+    _, study = read(name)
+    bench = Bench(study, RESULTS) if study.grid else None
+    for algorithm, point in bench.best().items() if bench else ():
+        assert algorithm in algorithms_of(study.config)
+        preset = load(study.config, [f"algorithm={algorithm}"])
+        assert preset.algorithm == study.make_config(algorithm, algorithm, point).algorithm
+
+
+def test_claims_are_those_of_the_studies(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("claims", ROOT / "scripts" / "claims.py")
+    assert spec is not None
+    assert spec.loader is not None
+    claims = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "claims", claims)
+    spec.loader.exec_module(claims)
+    assert claims.text() == (RESULTS / "claims.md").read_text()
+
+
+def test_every_study_of_the_docs_has_its_numbers() -> None:
+    for page in ("results.md", "upload.md"):
+        for line in (ROOT / "docs" / page).read_text().splitlines():
+            if line.startswith("```{include} results/"):
+                table = ROOT / "docs" / line.partition(" ")[2]
+                assert table.exists()
+                if table.stem != "claims":
+                    assert json.loads(table.with_suffix(".json").read_text())["lines"]

@@ -1,0 +1,223 @@
+"""Runs on disk: resumed exactly, refused clearly, damaged safely."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import prefed
+from prefed.core.errors import CannotWrite
+from prefed.experiments import run_directory
+from prefed.experiments.checkpoints import CheckpointWarning
+from prefed.experiments.config import load
+from prefed.experiments.run_directory import execute
+from tests.cli.test_cli import prefed_command
+from tests.faults.kill import fingerprint
+
+SMALL = ["rounds=5", "local_steps=2", "model.hidden=[8]", "clients_per_round=3", "device=cpu"]
+VARIANTS = [
+    *((name, []) for name in prefed.ALGORITHMS.names()),
+    ("prefed", ["momentum=keep"]),
+    ("prefed", ["momentum=reset", "bias_correction=true"]),
+    ("fedadam", ["bias_correction=true"]),
+    ("prefed", ["shape=kronecker", "refresh=3", "momentum=keep"]),
+    ("prefedopt", ["shape=kronecker", "refresh=3"]),
+    ("prefedopt", ["shape=block", "refresh=3", "bias_correction=true"]),
+    ("prefedopt", ["shape=full", "refresh=4"]),
+]
+
+
+def small(name: str, *more: str) -> Any:
+    return load("digits-noniid", [*SMALL, f"algorithm={name}", *more])
+
+
+class StopAfter:
+    def __init__(self, rounds: int) -> None:
+        self.left = rounds
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+
+@pytest.mark.parametrize(("name", "options"), VARIANTS)
+def test_a_resumed_run_has_the_same_bits(name: str, options: list[str], tmp_path: Path) -> None:
+    config = small(name, *options)
+    whole = execute(config, tmp_path / "whole")
+    with pytest.raises(prefed.Interrupted, match="stopped after round 2"):
+        execute(config, tmp_path / "parts", stop=StopAfter(2))
+    resumed = execute(config, tmp_path / "parts", resume=True)
+    assert fingerprint(tmp_path / "parts") == fingerprint(tmp_path / "whole")
+    assert len(resumed.history) == len(whole.history) == 5
+    assert resumed.kept.keys() == whole.kept.keys()
+    kept = sorted(p.name for p in (tmp_path / "parts" / "checkpoints").iterdir())
+    assert kept == ["000002", "000005"]
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    config = small("prefed")
+    execute(config, tmp_path / "run")
+    before = fingerprint(tmp_path / "run")
+    execute(config, tmp_path / "run", resume=True)
+    assert fingerprint(tmp_path / "run") == before
+
+
+def test_lines_after_the_checkpoint_are_forgotten(tmp_path: Path) -> None:
+    """Killed between a line and the checkpoint, or in the middle of a line."""
+    config = small("fedadam")
+    execute(config, tmp_path / "whole")
+    with pytest.raises(prefed.Interrupted):
+        execute(config, tmp_path / "run", stop=StopAfter(2))
+    with open(tmp_path / "run" / "rounds.jsonl", "a") as file:
+        file.write('{"round": 3, "train_loss": 7}\n{"round": 4, "tr')
+    execute(config, tmp_path / "run", resume=True)
+    assert fingerprint(tmp_path / "run") == fingerprint(tmp_path / "whole")
+
+
+def interrupted(folder: Path, rounds: int = 3) -> Any:
+    config = small("prefed")
+    seconds, run_directory.SECONDS_BETWEEN = run_directory.SECONDS_BETWEEN, 0.0
+    try:
+        with pytest.raises(prefed.Interrupted):
+            execute(config, folder, stop=StopAfter(rounds))
+    finally:
+        run_directory.SECONDS_BETWEEN = seconds
+    return config
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "flip":
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "manifest.json", "rounds.jsonl"])
+@pytest.mark.parametrize("how", ["cut", "flip", "remove"])
+def test_a_damaged_checkpoint_is_passed_over(name: str, how: str, tmp_path: Path) -> None:
+    config = interrupted(tmp_path / "run")
+    execute(config, tmp_path / "whole")
+    newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
+    damage(newest / name, how)
+    with pytest.warns(CheckpointWarning, match=r"000003: .*going on from round 2"):
+        execute(config, tmp_path / "run", resume=True)
+    assert fingerprint(tmp_path / "run") == fingerprint(tmp_path / "whole")
+
+
+def test_with_no_sound_checkpoint_left_it_does_not_begin_anew(tmp_path: Path) -> None:
+    config = interrupted(tmp_path / "run")
+    for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
+        damage(checkpoint / "state.safetensors", "flip")
+    with pytest.raises(prefed.PrefedError, match=r"no checkpoint can be used .*cannot be resumed"):
+        execute(config, tmp_path / "run", resume=True)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(prefed.PrefedError, match="no checkpoint can be used"):
+        execute(config, tmp_path / "run", resume=True)
+
+
+def test_a_checkpoint_of_another_run_is_not_taken(tmp_path: Path) -> None:
+    config = interrupted(tmp_path / "run")
+    with pytest.raises(prefed.Interrupted):
+        execute(small("prefed", "seed=7"), tmp_path / "other", stop=StopAfter(4))
+    foreign = tmp_path / "other" / "checkpoints" / "000004"
+    shutil.copytree(foreign, tmp_path / "run" / "checkpoints" / "000004")
+    with pytest.warns(CheckpointWarning, match="belongs to another run"):
+        execute(config, tmp_path / "run", resume=True)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    execute(small("prefed"), tmp_path / "run")
+    with pytest.raises(prefed.PrefedError, match="holds this run already; add --resume"):
+        execute(small("prefed"), tmp_path / "run")
+    with pytest.raises(prefed.PrefedError, match="another config") as caught:
+        execute(small("prefed", "client_lr=0.5", "rounds=9"), tmp_path / "run", resume=True)
+    assert "rounds: 5 there, 9 asked for" in str(caught.value)
+    assert "algorithm.client_lr:" in str(caught.value)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("")
+    with pytest.raises(prefed.PrefedError, match="is not empty and holds no run"):
+        execute(small("prefed"), tmp_path / "other")
+
+
+def test_a_full_disk_ends_the_run_and_keeps_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write that fails as on a full disk, in the middle of the third checkpoint."""
+    config = small("prefed")
+    execute(config, tmp_path / "whole")
+    monkeypatch.setattr(run_directory, "SECONDS_BETWEEN", 0.0)
+    real, calls = os.fsync, iter(range(10_000))
+
+    def full(handle: int) -> None:
+        if next(calls) > 24:
+            raise OSError(28, "No space left on device")
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CannotWrite, match=r"No space left on device\. What is there is intact"):
+        execute(config, tmp_path / "run")
+    monkeypatch.setattr(os, "fsync", real)
+    execute(config, tmp_path / "run", resume=True)
+    assert fingerprint(tmp_path / "run") == fingerprint(tmp_path / "whole")
+
+
+LONG = ("run", "digits-noniid", "--set", "rounds=100000", "--set", "model.hidden=[8]")
+
+
+def begin(folder: Path, *more: str) -> subprocess.Popen[str]:
+    """A long run in a process of its own, returned when it has done two rounds."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "prefed", *LONG, "--out", str(folder), *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (folder / "rounds.jsonl").exists() or not (folder / "rounds.jsonl").read_text():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(f"the run did not begin: {process.communicate()}")
+        time.sleep(0.05)
+    return process
+
+
+def test_one_ctrl_c_saves_and_a_second_run_is_refused(tmp_path: Path) -> None:
+    process = begin(tmp_path / "run")
+    second = prefed_command(*LONG, "--out", str(tmp_path / "run"), "--resume")
+    assert second.returncode == 2
+    assert "another process is running there" in second.stderr
+    assert prefed.load_runs(tmp_path)[0].status == "running"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "go on with --resume" in err
+    saved = json.loads(
+        sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
+        .joinpath("manifest.json")
+        .read_text()
+    )
+    assert saved["round"] == len((tmp_path / "run" / "rounds.jsonl").read_text().splitlines())
+    assert prefed.load_runs(tmp_path)[0].status == "interrupted"
+
+
+def test_two_ctrl_c_stop_at_once(tmp_path: Path) -> None:
+    process = begin(tmp_path / "run", "--set", "local_steps=3000")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in err

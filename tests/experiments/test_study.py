@@ -1,0 +1,235 @@
+"""Studies: equal budgets, tuned on a validation split, compared with paired seeds, resumed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import tomli_w
+from matplotlib.figure import Figure
+
+import prefed.report.study_results as results
+from prefed.cli.study_command import study as study_command
+from prefed.core.errors import PrefedError
+from prefed.experiments.config import load
+from prefed.experiments.measures import ACCURACY
+from prefed.experiments.stats import student_interval
+from prefed.experiments.stored_runs import StoredRun
+from prefed.experiments.study import Bench, came_to_its_end, merged, read, studies
+from tests.cli.test_cli import prefed_command
+
+TABLE: dict[str, Any] = {
+    "title": "small",
+    "seeds": 2,
+    "reference": "PreFed",
+    "tuning": {"rounds": 2},
+    "grid": {
+        "fedavg": {"client_lr": [0.1, 0.3]},
+        "prefed": {"client_lr.start": [0.01, 1e30]},
+    },
+    "variants": {
+        "PreFed, m reset": {"like": "prefed", "momentum": "reset"},
+        "Lite / \u00fc": {"like": "prefed", "name": "prefedlite"},
+    },
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    config = tomllib.loads(tomli_w.dumps(load("digits-iid", ["rounds=4"]).to_dict()))
+    config |= {
+        "local_steps": 2,
+        "clients_per_round": 3,
+        "evaluate_every": 1,
+        "engine": "sequential",
+    }
+    config["data"]["split"]["clients"] = 10
+    config["model"] = {"name": "mlp", "hidden": [8]}
+    config["algorithm"] = {"name": "prefed"}
+    config["tuned"] = {"prefed": {"client_lr": {"schedule": "cosine", "start": 0.02}, "tau": 0.01}}
+    (tmp_path / "quick.toml").write_text(tomli_w.dumps(config))
+    return write(tmp_path, {})
+
+
+def write(folder: Path, changes: dict[str, Any]) -> Path:
+    path = folder / "small.toml"
+    path.write_text(tomli_w.dumps({**TABLE, "config": str(folder / "quick.toml"), **changes}))
+    return path
+
+
+def test_a_study_from_the_command_line(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    done = prefed_command("study", str(source), "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    scores = json.loads((out / "quick" / "tuning.json").read_text())["scores"]
+    assert len(scores) == 4
+    assert scores["prefed client_lr.start=1e+30 seed=1000"] is None  # it diverged
+    tuned = tomllib.loads((out / "quick" / "tuned.toml").read_text())["tuned"]
+    assert tuned["prefed"] == {"client_lr": {"schedule": "cosine", "start": 0.01}, "tau": 0.01}
+    best = max((0.1, 0.3), key=lambda lr: scores[f"fedavg client_lr={lr} seed=1000"])
+    assert tuned["fedavg"] == {"client_lr": best}
+
+    written = json.loads((out / "small.json").read_text())
+    rows = {row["label"]: row for row in written["lines"]}
+    assert set(rows) == {"FedAvg", "PreFed", "PreFed, m reset", "Lite / \u00fc"}
+    assert rows["PreFed"]["vectors_up"] == 3
+    assert rows["PreFed, m reset"]["vectors_up"] == 2
+    assert rows["PreFed, m reset"]["algorithm"]["tau"] == 0.01
+    paired = [rows["FedAvg"]["values"][s] - rows["PreFed"]["values"][s] for s in "01"]
+    assert rows["FedAvg"]["difference"] == pytest.approx(sum(paired) / 2)
+    assert written["at_the_edge"] == {}  # of two values each is an end
+    assert (out / "small.png").read_bytes().startswith(b"\x89PNG")
+    table = (out / "small.md").read_text()
+    assert table.strip() in done.stdout
+
+    # Everything again: nothing is run, and the numbers are the same.
+    (out / "small.md").unlink()
+    study_command(str(source), out)
+    assert capsys.readouterr().out.count(": known") == 12
+    assert (out / "small.md").read_text() == table
+
+    # Records without models, as they are passed on, are enough to draw from.
+    for path in (*out.rglob("*.safetensors"), out / "small.md"):
+        path.unlink()
+    for path in out.rglob("checkpoints"):
+        shutil.rmtree(path)
+    study_command(str(source), out, draw=True)
+    assert (out / "small.md").read_text() == table
+
+
+def test_a_study_that_is_stopped_goes_on(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It ends in the same table as one that was not stopped."""
+    write(tmp_path, {"seeds": 1, "variants": {}})
+    study_command(str(source), tmp_path / "whole", workers=1)
+    capsys.readouterr()
+
+    for looks in (3, 9):  # at the clock, before the time is over: in the tuning, in a run
+        clock = iter([0.0] * looks)
+        monkeypatch.setattr(time, "monotonic", lambda clock=clock: next(clock, 1e6))
+        study_command(str(source), tmp_path / "cut", minutes=1, workers=1)
+        monkeypatch.undo()
+        assert "the same command goes on" in capsys.readouterr().out
+    study_command(str(source), tmp_path / "cut", workers=1)
+    assert "the same command goes on" not in capsys.readouterr().out
+    for name in ("small.md", "quick/tuning.json"):
+        assert (tmp_path / "cut" / name).read_text() == (tmp_path / "whole" / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"grid": {"fedavg": {"client_lr": [1, 2]}, "prefed": {"tau": [1.0]}}}, "as many points"),
+        ({"tuning": {"seeds": [1]}}, "seeds of the comparison"),
+        ({"reference": "Prefed"}, 'did you mean "PreFed"'),
+        ({"tuning": {"round": 1}}, "tuning.round: unknown option"),
+        ({"grid": {"fedavg": {"client_lt": [1, 2]}}, "reference": "FedAvg"}, "client_lt"),
+        ({"grid": {"fedavgg": {"client_lr": [1, 2]}}}, "fedavg"),
+        ({"grid": {"fedavg": {"client_lr.start": [1]}}, "reference": "FedAvg"}, "schedule"),
+    ],
+)
+def test_mistakes(source: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PrefedError, match=message):
+        _, study = read(str(write(tmp_path, changes)))
+        list(Bench(study, tmp_path / "out").tuning())
+
+
+def test_scores_are_checked_before_use(source: Path, tmp_path: Path) -> None:
+    _, study = read(str(source))
+    folder = tmp_path / "out" / "quick"
+    folder.mkdir(parents=True)
+    for text in ("", "[]", '{"config": {}, "scores": [1]}', '{"config": {}, "scores": {"a": "b"}}'):
+        (folder / "tuning.json").write_text(text)
+        with pytest.raises(PrefedError, match="remove it"):
+            Bench(study, tmp_path / "out")
+    (folder / "tuning.json").write_text('{"config": {"rounds": 1}, "scores": {}}')
+    with pytest.raises(PrefedError, match="another config"):
+        Bench(study, tmp_path / "out")
+    with pytest.raises(PrefedError, match="no such file or study"):
+        read("nothing-of-that-name")
+
+
+@pytest.mark.parametrize("name", studies())
+def test_shipped_studies_can_be_planned(name: str, tmp_path: Path) -> None:
+    """Every point and every line is a config that `load` accepts."""
+    _, study = read(name)
+    bench = Bench(study, tmp_path)
+    planned = list(bench.tuning())
+    assert len({title for title, _ in planned}) == len(planned)
+    middle = {n: study.points(n)[0] for n in study.grid}
+    for algorithm, like, options in study.compared().values():
+        study.make_config(algorithm, like, {**middle.get(like, {}), **options})
+    assert set(study.curves) <= set(study.compared())
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 21, 40])
+def test_student_interval_is_scipys(count: int) -> None:
+    values = [float(i * i % 7) for i in range(count)]
+    low, high = student_interval(values)
+    mean, error = sum(values) / count, scipy.stats.sem(values)
+    expected = scipy.stats.t.interval(0.95, count - 1, loc=mean, scale=error)
+    assert (low, high) == pytest.approx(expected, rel=0.03 if count > 21 else 2e-3)
+
+
+def test_merged_leaves_its_arguments_alone() -> None:
+    table = {"client_lr": {"start": 1.0}}
+    assert merged(table, {"client_lr.start": 2.0, "tau": 1}) == {
+        "client_lr": {"start": 2.0},
+        "tau": 1,
+    }
+    assert table == {"client_lr": {"start": 1.0}}
+
+
+def test_a_cosine_falls_over_the_rounds_of_the_run() -> None:
+    rates = ['algorithm.client_lr={schedule = "cosine", start = 1.0}', "rounds=7"]
+    assert load("digits-iid", rates).algorithm.options["client_lr"]["rounds"] == 7
+    begun = load("cifar10-small", ["algorithm=fedavg", "client_lr.start=0.5", "rounds=9"])
+    expected = {"schedule": "cosine", "start": 0.5, "rounds": 9}
+    assert begun.algorithm.options["client_lr"] == expected
+    with pytest.raises(PrefedError, match="client_lr is not a table"):
+        load("digits-iid", ["client_lr.start=0.5"])
+    given = ['algorithm.client_lr={schedule = "cosine", start = 1.0, rounds = 3}', "rounds=7"]
+    assert load("digits-iid", given).algorithm.options["client_lr"]["rounds"] == 3
+
+
+def test_jumps_are_measured_around_the_trend(tmp_path: Path) -> None:
+    def run(values: list[float]) -> StoredRun:
+        records = [
+            {"round": i, "test_accuracy": v, "train_loss": 1.0} for i, v in enumerate(values)
+        ]
+        return StoredRun(tmp_path, {"rounds": len(values) - 1}, records)
+
+    straight = run([i / 40 for i in range(40)])
+    assert results.unrest(straight, ACCURACY) == pytest.approx(0, abs=1e-9)
+    assert came_to_its_end(straight)
+    rng = np.random.default_rng(0)
+    noisy = run([i / 4000 + 0.03 * float(rng.standard_normal()) for i in range(4000)])
+    assert results.unrest(noisy, ACCURACY) == pytest.approx(3, rel=0.1)
+
+
+def test_a_figure_shows_every_line_and_points_to_one_that_failed() -> None:
+    """A weak line widens the axis; one that failed must not squeeze the others, and is an arrow."""
+    means = {"a": 46.1, "b": 46.0, "c": 44.4, "weak": 40.2, "failed": 9.0}
+    rows = [
+        {"label": label, "measure": "test_accuracy", "mean": mean, "interval": (mean - 1, mean + 1)}
+        for label, mean in means.items()
+    ]
+    axes = Figure().subplots()
+    results._line_by_line(axes, rows, {})
+    low, _ = axes.get_xlim()
+    assert 30 < low < 40.2
+    arrows = [line for line in axes.lines if line.get_marker() == "<"]
+    assert [np.asarray(line.get_xdata()).tolist() for line in arrows] == [[low]]

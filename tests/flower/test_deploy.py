@@ -1,0 +1,335 @@
+"""Real deployments: SuperLink, SuperNodes, TLS and keys, in processes of their own.
+
+One small run is part of every test run. PREFED_SLOW=1 (`make deployments`) adds the rest: five
+algorithms on four nodes, a stock app, nodes and SuperLinks that are killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from typer.testing import CliRunner
+
+from prefed.cli import app
+from prefed.core.errors import PrefedError
+from prefed.core.safe_files import is_locked
+from prefed.experiments.config import load
+from prefed.experiments.stored_runs import load_run
+from prefed.flower.credentials import make_certificates, make_node_key
+from prefed.flower.deployment_options import Options
+from prefed.flower.local_deployment import LocalFlower, follow
+from prefed.flower.protocol import PARTITION, PARTITIONS
+from prefed.flower.write import write_app
+from tests.helpers import ROOT
+
+slow = pytest.mark.skipif("PREFED_SLOW" not in os.environ, reason="PREFED_SLOW=1 runs it")
+
+
+@pytest.fixture
+def nothing_left(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """An environment for a deployment; in the end none of its processes and files is left."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    yield {**os.environ, "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"}
+    deadline = time.monotonic() + 20  # Flower's own watchdogs take a few seconds
+    while (left := processes_of(scratch)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert not left
+    assert not list(scratch.glob("prefed-flower-*"))
+
+
+def processes_of(scratch: Path) -> dict[int, str]:
+    """Processes whose Flower lives under that directory."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"FLWR_HOME={scratch}".encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().decode()
+        except OSError:
+            continue
+    return found
+
+
+def deploy(words: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "prefed", "deploy", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(folder / "model.safetensors")
+
+
+def assert_equals_simulation(folder: Path, changes: list[str]) -> None:
+    simulation = load("digits-noniid", [*changes, "engine=sequential"]).make_run()
+    stored = load_run(folder)
+    assert stored.status == "finished"
+    for record in stored.history:
+        assert {**simulation.run_round(), "seconds": 0} == {**record, "seconds": 0}
+    simulation.result()
+    wanted, got = simulation.task.flat.module.state_dict(), weights_of(folder)
+    assert all(torch.equal(value, got[name]) for name, value in wanted.items())
+
+
+def options(changes: list[str]) -> list[str]:
+    return [word for change in changes for word in ("--set", change)]
+
+
+def test_a_small_deployment(tmp_path: Path, nothing_left: dict[str, str]) -> None:
+    """Two nodes, TLS and keys, three rounds, state that clients keep: the bits of simulation."""
+    changes = ["rounds=3", "algorithm=prefed", "momentum=keep"]
+    words = ["digits-noniid", *options(changes), "--local", "2", "--out", str(tmp_path / "run")]
+    output, errors = (done := deploy(words, nothing_left)).communicate(timeout=900)
+    assert done.returncode == 0, errors
+    assert re.findall(r"round (\d)/3", output) == ["1", "2", "3"]
+    assert_equals_simulation(tmp_path / "run", changes)
+    assert {p.name for p in (tmp_path / "run" / "logs").iterdir()} == {
+        "superlink.log", "supernode-0.log", "supernode-1.log", "run.log"
+    }  # fmt: skip
+    _, errors = (refused := deploy(words, nothing_left)).communicate(timeout=60)
+    assert refused.returncode == 2
+    assert "holds this run already" in errors
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["digits-noniid"], "choose one of --local"),
+    (["digits-noniid", "--local", "2", "--simulate", "2"], "choose one of --local"),
+    (["digits-noniid", "--local", "51"], "only 50 clients"),
+    (["digits-noniid", "--local", "2", "--resume"], "--resume needs --out"),
+    (["digits-noniid", "--local", "2", "--quorum", "2"], "quorum"),
+    (["digits-noniid", "--set", "rounds=0", "--local", "2"], "rounds"),
+])  # fmt: skip
+def test_usage(words: list[str], message: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["deploy", *words], env={"COLUMNS": "200"})
+    assert message in f"{done.output} {done.exception}"
+    assert done.exit_code == 2 or isinstance(done.exception, PrefedError)
+
+
+def test_the_written_app(tmp_path: Path, nothing_left: dict[str, str]) -> None:
+    written_to = tmp_path / "app"
+    words = ["digits-noniid", "--write", str(written_to), "--norm-cap", "5"]
+    _, errors = (done := deploy(words, nothing_left)).communicate(timeout=60)
+    assert done.returncode == 0, errors
+    written = {str(p.relative_to(written_to)) for p in written_to.rglob("*") if p.is_file()}
+    package = {f"prefed_app/{n}" for n in ("__init__.py", "client.py", "server.py", "config.toml")}
+    assert written == {"pyproject.toml", "README.md", *package}
+    build = [str(Path(sys.executable).parent / "flwr"), "build", "--app", str(written_to)]
+    home = {**nothing_left, "FLWR_HOME": str(tmp_path / "home"), "FLWR_TELEMETRY_ENABLED": "0"}
+    built = subprocess.run(
+        build, env=home, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    _, errors = (done := deploy(words, nothing_left)).communicate(timeout=60)
+    assert done.returncode == 2
+    assert "is not empty" in errors
+
+
+def wait_until(what: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.2)
+
+
+@slow
+@pytest.mark.parametrize("changes", [
+    ["algorithm=fedavg"],
+    ["algorithm=prefed", "momentum=average"],
+    ["algorithm=prefed", "momentum=reset"],
+    ["algorithm=prefed", "momentum=keep"],
+    ["algorithm=prefedopt"],
+], ids="".join)  # fmt: skip
+def test_four_nodes(changes: list[str], tmp_path: Path, nothing_left: dict[str, str]) -> None:
+    changes = [*changes, "rounds=4"]
+    words = ["digits-noniid", *options(changes), "--local", "4", "--out", str(tmp_path / "run")]
+    _, errors = (done := deploy(words, nothing_left)).communicate(timeout=900)
+    assert done.returncode == 0, errors
+    assert_equals_simulation(tmp_path / "run", changes)
+
+
+@slow
+def test_on_flower_s_simulation_engine(tmp_path: Path, nothing_left: dict[str, str]) -> None:
+    changes = ["algorithm=prefed", "momentum=keep", "rounds=3"]
+    words = ["digits-noniid", *options(changes), "--simulate", "3", "--out", str(tmp_path / "run")]
+    _, errors = (done := deploy(words, nothing_left)).communicate(timeout=900)
+    assert done.returncode == 0, errors
+    assert_equals_simulation(tmp_path / "run", changes)
+
+
+@pytest.fixture
+def flower(
+    tmp_path: Path, nothing_left: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[LocalFlower]:
+    monkeypatch.setattr("tempfile.tempdir", nothing_left["TMPDIR"])
+    with LocalFlower(tmp_path / "logs") as made:
+        made.start_superlink()
+        yield made
+
+
+def online(flower: LocalFlower) -> int:
+    listed = json.loads(flower.call("flwr", "supernode", "list", "prefed", "--format", "json"))
+    return sum(node["status"] == "online" for node in listed["nodes"])
+
+
+@slow
+def test_strangers_are_refused(flower: LocalFlower, tmp_path: Path) -> None:
+    """Another CA, no key, and a key that nobody registered: none of them becomes a node."""
+    other = tmp_path / "other"
+    other.mkdir()
+    make_certificates(other)
+    for name in ("unregistered", "deceived"):
+        make_node_key(flower.home / name)
+    flower.register(flower.home / "deceived.pub")
+    flower.start_supernode("no-key", {}, None)
+    flower.start_supernode("unregistered", {}, flower.home / "unregistered")
+    flower.start_supernode("deceived", {}, flower.home / "deceived", other / "ca.crt")
+    flower.add_supernode("honest", {})
+    wait_until(lambda: "SuperNode ID" in (flower.logs / "honest.log").read_text(), 200)
+
+    def said(name: str, what: str) -> bool:
+        return what in (flower.logs / f"{name}.log").read_text()
+
+    for name, reason in {
+        "no-key": "All SuperNodes must be registered",
+        "unregistered": "Failed to activate SuperNode",
+        "deceived": "CERTIFICATE_VERIFY_FAILED",
+    }.items():
+        wait_until(partial(said, name, reason), 100)
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(flower.port, other / "ca.crt")
+    handshake(flower.port, flower.home / "ca.crt")
+    assert online(flower) == 1
+    assert not any(said(name, "SuperNode ID") for name in ("no-key", "unregistered", "deceived"))
+
+
+def handshake(port: int, ca: Path) -> None:
+    context = ssl.create_default_context(cafile=str(ca))
+    with socket.create_connection(("127.0.0.1", port), 20) as plain:
+        context.wrap_socket(plain, server_hostname="localhost").close()
+
+
+def start(flower: LocalFlower, folder: Path, changes: list[str], nodes: int, **more: Any) -> None:
+    config = load("digits-noniid", changes)
+    write_app(flower.home / "app", config, Options(**more))
+    place = {PARTITIONS: nodes, "state-dir": str(folder / "nodes")}
+    for number in range(nodes):
+        flower.add_supernode(f"supernode-{number}", {PARTITION: number, **place})
+    flower.submit(flower.home / "app", {"run-dir": str(folder)})
+
+
+def trained(flower: LocalFlower, name: str) -> int:
+    path = flower.logs / f"{name}.log"
+    return path.read_text().count("Receiving: train") if path.exists() else 0
+
+
+@slow
+def test_a_node_is_killed_in_the_middle_of_a_round(flower: LocalFlower, tmp_path: Path) -> None:
+    folder, changes = tmp_path / "run", ["algorithm=fedavg", "rounds=2", "local_steps=2000"]
+    start(flower, folder, changes, 3, round_seconds=90.0, quorum=0.4)
+    wait_until(lambda: trained(flower, "supernode-1") > 0, 400)
+    os.killpg(flower.processes["supernode-1"].pid, signal.SIGKILL)
+    killed = time.monotonic()
+    records: list[dict[str, Any]] = []
+    follow(folder, 2, flower, ("superlink", "run"), records.append)
+    assert time.monotonic() - killed < 2 * 90 + 60
+    for record in records:
+        gone = {str(client) for client in record["cohort"] if client % 3 == 1}
+        assert set(record["refused"]) == gone
+    assert load_run(folder).status == "finished"
+
+
+def restart(flower: LocalFlower, name: str, place: dict[str, Any]) -> None:
+    """As a service manager does it: again and again, for a SuperLink turns a key away while it
+    believes that the node with it is still there."""
+    end = time.monotonic() + 300
+    while time.monotonic() < end:
+        process = flower.start_supernode(name, place, flower.home / name)
+        while process.poll() is None:
+            if (flower.logs / f"{name}.log").read_text().count("SuperNode ID") > 1:
+                return
+            time.sleep(0.5)
+    raise AssertionError("the SuperLink never took the node back")
+
+
+@slow
+def test_a_node_restarts_with_what_its_clients_kept(flower: LocalFlower, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    changes = ["algorithm=prefed", "momentum=keep", "rounds=5"]
+    start(flower, folder, changes, 2, round_seconds=120.0, quorum=1.0, retries=5)
+    rounds = folder / "rounds.jsonl"
+    wait_until(lambda: rounds.exists() and len(rounds.read_text().splitlines()) >= 2, 600)
+    killed = flower.processes.pop("supernode-1")
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    restart(
+        flower, "supernode-1", {PARTITION: 1, PARTITIONS: 2, "state-dir": str(folder / "nodes")}
+    )
+    follow(folder, 5, flower, ("superlink", "run"), lambda record: None)
+    assert_equals_simulation(folder, changes)
+
+
+@slow
+@pytest.mark.parametrize("how", ["superlink", "ctrl-c", "killed"])
+def test_resume(how: str, tmp_path: Path, nothing_left: dict[str, str]) -> None:
+    """The SuperLink is killed, Ctrl-C, or prefed itself is killed: resumed to the same bits."""
+    folder, changes = tmp_path / "run", ["algorithm=prefed", "momentum=keep", "rounds=5"]
+    words = ["digits-noniid", *options(changes), "--local", "2", "--out", str(folder)]
+    running = deploy(words, nothing_left)
+    rounds = folder / "rounds.jsonl"
+    wait_until(lambda: rounds.exists() and len(rounds.read_text().splitlines()) >= 2, 600)
+    scratch = Path(nothing_left["TMPDIR"])
+    if how == "superlink":
+        (pid,) = [n for n, c in processes_of(scratch).items() if "flower-superlink" in c]
+        os.kill(pid, signal.SIGKILL)
+    else:
+        running.send_signal(signal.SIGINT if how == "ctrl-c" else signal.SIGKILL)
+    _, errors = running.communicate(timeout=60)
+    if how == "superlink":
+        assert running.returncode == 1
+        assert "the SuperLink has died; go on with --resume" in errors
+    elif how == "ctrl-c":
+        assert running.returncode == 130
+        assert "--resume" in errors
+    wait_until(lambda: not processes_of(scratch) and not is_locked(folder), 30)
+    for left in scratch.glob("prefed-flower-*"):  # only where prefed itself was killed
+        assert how == "killed"
+        subprocess.run(["rm", "-r", str(left)], check=True)
+    assert load_run(folder).status == "interrupted"
+    _, errors = (again := deploy([*words, "--resume"], nothing_left)).communicate(timeout=900)
+    assert again.returncode == 0, errors
+    assert_equals_simulation(folder, changes)
+
+
+@slow
+@pytest.mark.parametrize("strategy", ["FedAdam", "PreFedOpt"])
+def test_a_stock_app_on_a_real_deployment(
+    strategy: str, flower: LocalFlower, tmp_path: Path
+) -> None:
+    for number in range(2):
+        flower.add_supernode(f"supernode-{number}", {PARTITION: number, PARTITIONS: 2})
+    model = tmp_path / "final.safetensors"
+    changes = {"strategy": strategy, "model-file": str(model)}
+    flower.submit(ROOT / "examples" / "flower_stock", changes).wait(600)
+    log = (flower.logs / "run.log").read_text()
+    accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)", log)]
+    assert len(accuracies) == 3, log
+    assert safetensors.torch.load_file(model)["norm.num_batches_tracked"].item() == 3 * 6

@@ -1,0 +1,318 @@
+"""Deployed configs in one process: the apps, the messages and the trust, without the network."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from flwr.app import Array, Message, MetricRecord
+
+import prefed
+from prefed.core.errors import Diverged, PrefedError, RunFailed
+from prefed.experiments.config import Config, load
+from prefed.experiments.stored_runs import load_run
+from prefed.flower import protocol as p
+from prefed.flower.client import client_app
+from prefed.flower.deployment_options import Options
+from prefed.flower.local_deployment import check_folder
+from prefed.flower.server import FlowerTrainer, run
+from prefed.training.mean import Mean
+from prefed.training.round import Server, server_update
+from prefed.training.run import Run, Simulation
+from tests.helpers.loopback import LoopbackGrid, Tamper
+from tests.helpers.problems import local
+
+CONFIG = {
+    "rounds": 4,
+    "clients_per_round": 4,
+    "local_steps": 3,
+    "batch_size": 8,
+    "engine": "sequential",
+    "data": {"name": "digits", "split": {"name": "dirichlet", "clients": 9, "alpha": 0.3}},
+    "model": {"name": "mlp", "hidden": [8]},
+}
+ON_FLOWER = [n for n in prefed.ALGORITHMS.names() if n != "prefedsync"]
+VARIANTS: list[dict[str, Any]] = [
+    *({"name": name} for name in ON_FLOWER),
+    {"name": "prefed", "momentum": "keep"},
+    {"name": "prefed", "momentum": "reset"},
+    {"name": "prefed", "bias_correction": True},
+    *({"name": "fedavg", "upload": u} for u in ("bfloat16", "float8", "int8", "topk(0.1)")),
+    *({"name": "prefed", "P_codec": c} for c in ("float16", "log8", "log4", "row", "tensor")),
+    {"name": "prefed", "P_every": 3, "momentum": "derived", "aggregate": "sqrtP"},
+    {"name": "prefed", "shape": "kronecker", "refresh": 2},
+]
+
+
+def config_of(algorithm: dict[str, Any], **changes: Any) -> Config:
+    return load({**CONFIG, **changes, "algorithm": algorithm})
+
+
+def simulated(config: Config) -> Simulation:
+    simulation = config.make_run()
+    for _ in range(config.rounds):
+        simulation.run_round()
+    return simulation
+
+
+class Federation:
+    """A config, its nodes, and a server to run it."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        nodes: int = 3,
+        tamper: Tamper | None = None,
+        **options: Any,
+    ) -> None:
+        self.config, self.folder = config, folder
+        folder.mkdir(exist_ok=True)
+        self.path = folder / "app.toml"
+        self.path.write_text(tomli_w.dumps(config.to_dict()))
+        places = [
+            {p.PARTITION: n, p.PARTITIONS: nodes, "state-dir": str(folder / f"node-{n}")}
+            for n in range(nodes)
+        ]
+        # Node ids as Flower gives them: without any order.
+        apps = {(7919 * n) % 1009 + 1: (client_app(self.path), c) for n, c in enumerate(places)}
+        self.grid = LoopbackGrid(apps, tamper or (lambda node, message, reply: reply))
+        self.options = Options(**{"join_seconds": 2.0, "round_seconds": 20.0, **options})
+
+    def deployment(self) -> Run:
+        made = self.config.make_run(
+            partial(
+                FlowerTrainer,
+                grid=self.grid,
+                config=self.path.read_text(),
+                options=self.options,
+                own_data=False,
+            )
+        )
+        made.prepare()
+        return made
+
+    def run(self, rounds: int | None = None) -> Run:
+        deployment = self.deployment()
+        for _ in range(rounds or self.config.rounds):
+            deployment.run_round()
+        return deployment
+
+
+@pytest.mark.parametrize("algorithm", VARIANTS, ids=str)
+def test_the_same_bits_as_simulation(algorithm: dict[str, Any], tmp_path: Path) -> None:
+    weighting = "samples" if algorithm["name"] in ("fedadam", "prefed") else "uniform"
+    config = config_of(algorithm, weighting=weighting)
+    here, there = simulated(config), Federation(config, tmp_path).run()
+    assert torch.equal(here.server.weights, there.server.weights)
+    for name, value in here.server.shared.items():
+        assert torch.equal(value, there.server.shared[name])
+    for ours, theirs in zip(here.history, there.history, strict=True):
+        assert {**ours, "seconds": 0} == {**theirs, "seconds": 0}
+
+
+def test_order_and_number_of_nodes_do_not_matter(tmp_path: Path) -> None:
+    config = config_of({"name": "prefed", "momentum": "keep"})
+    results = []
+    for nodes, backwards in ((1, False), (4, True), (9, False)):
+        federation = Federation(config, tmp_path / str(nodes), nodes)
+        federation.grid.backwards = backwards
+        results.append(federation.run().server.weights)
+        assert federation.grid.most_pulled == 1  # one reply at a time in memory
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def poison(client: int, what: str) -> Tamper:
+    """Make the update of one client, and of no other on its node, a hostile one."""
+
+    def tamper(node: int, message: Message, reply: Message) -> Message:
+        if reply.has_error() or p.about_key(client) not in reply.content:
+            return reply
+        arrays: Any = reply.content[p.update_key(client)]
+        about: Any = reply.content[p.about_key(client)]
+        if what == "nan":
+            bad = arrays["weights/values"].numpy().copy()
+            bad[0] = float("nan")
+            arrays["weights/values"] = Array(bad)
+        elif what == "shape":
+            arrays["weights/values"] = Array(arrays["weights/values"].numpy()[:1])
+        elif what == "name":
+            arrays["more"] = arrays["weights/values"]
+        elif what == "lying header":
+            good = arrays["weights/values"]
+            arrays["weights/values"] = Array("float32", good.shape, "numpy.ndarray", good.data[:-4])
+        elif what == "negative P":
+            arrays["P/values"] = Array(arrays["P/values"].numpy() - 1)
+        elif what == "count":
+            about[p.SAMPLES] = 10**12
+        elif what == "round":
+            about[p.ROUND] = about[p.ROUND] + 1
+        elif what == "another":
+            about[p.CLIENT] = client + 1
+        elif what == "nothing":
+            del reply.content[p.update_key(client)]
+        elif what == "metrics":
+            reply.content[p.about_key(client)] = MetricRecord({"loss": [1.0, 2.0]})
+        return reply
+
+    return tamper
+
+
+HOSTILE = [
+    "nan", "shape", "name", "lying header", "negative P", "count", "round", "another", "nothing",
+    "metrics",
+]  # fmt: skip
+
+
+def without(config: Config, victim: int) -> Server:
+    """The server after one round with everyone but the victim, worked out by hand."""
+    here, everyone = config.make_run(), config.clients_per_round
+    assert everyone is not None
+    mean = Mean()
+    workers = local(here).workers
+    assert workers is not None
+    engine = workers.engines[0]
+    for client in range(everyone):
+        if client != victim:
+            update = engine.update(here.algorithm, here.server, [client], {})
+            values = {n: v[0] for n, v in update.values.items()}
+            mean.add(client, values, 1.0, float(update.losses[0]))
+    share = (everyone - 1) / everyone
+    server_update(here.algorithm, here.server, mean.result()[0], config.local_steps, share)
+    return here.server
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_refused_update_is_as_if_its_client_were_not_there(what: str, tmp_path: Path) -> None:
+    config = config_of({"name": "prefed"}, clients_per_round=9, rounds=1)
+    victim = 4
+    there = Federation(config, tmp_path, tamper=poison(victim, what)).run()
+    assert list(there.history[0]["refused"]) == [str(victim)]
+
+    here = without(config, victim)
+    assert torch.equal(here.weights, there.server.weights)
+    assert torch.equal(here.shared["P"], there.server.shared["P"])
+
+
+def test_a_retried_round_begins_from_the_state_before_it(tmp_path: Path) -> None:
+    """A client trains, keeps its new state, and its reply is lost; asked again, it must not go on
+    from what it kept in the attempt that nobody saw."""
+    lost: list[int] = []
+
+    def lose(node: int, message: Message, reply: Message) -> Message | None:
+        training = p.ASK in message.content
+        if training and message.content[p.ASK][p.ROUND] == 2 and len(lost) < 2:
+            lost.append(node)
+            return None
+        return reply
+
+    config = config_of({"name": "scaffold"}, clients_per_round=9)
+    federation = Federation(config, tmp_path, tamper=lose, quorum=1.0, round_seconds=1.0)
+    there, here = federation.run(), simulated(config)
+    assert len(lost) == 2
+    assert torch.equal(here.server.weights, there.server.weights)
+
+
+def test_without_a_quorum_the_model_stays_and_the_run_ends(tmp_path: Path) -> None:
+    def lose(node: int, message: Message, reply: Message) -> Message | None:
+        return None if p.ASK in message.content else reply
+
+    config = config_of({"name": "fedavg"})
+    federation = Federation(config, tmp_path, tamper=lose, round_seconds=0.5, retries=1)
+    deployment = federation.deployment()
+    before = deployment.server.weights.clone()
+    with pytest.raises(RunFailed, match=r"round 1: 0 of 4 clients .*\n.*no answer within"):
+        deployment.run_round()
+    assert torch.equal(before, deployment.server.weights)
+    assert deployment.server.round == 0
+
+
+def test_clients_of_a_missing_node_are_left_out(tmp_path: Path) -> None:
+    config = config_of({"name": "fedavg"}, clients_per_round=9, rounds=1)
+    federation = Federation(config, tmp_path)
+    federation.grid.nodes.popitem()
+    there = federation.run()
+    assert sorted(there.history[0]["refused"]) == ["2", "5", "8"]
+    assert there.history[0]["bytes_up"] * 9 == there.history[0]["bytes_down"] * 6
+
+
+def test_nodes_with_another_config_or_a_taken_partition_are_turned_away(tmp_path: Path) -> None:
+    config = config_of({"name": "fedavg"}, rounds=1)
+    federation = Federation(config, tmp_path)
+    other = tmp_path / "other.toml"
+    other.write_text(tomli_w.dumps(config_of({"name": "fedavg"}, seed=1).to_dict()))
+    place = {p.PARTITION: 0, p.PARTITIONS: 3, "state-dir": str(tmp_path)}
+    federation.grid.nodes[5000] = (client_app(other), place)
+    federation.grid.nodes[5001] = (client_app(federation.path), place)
+    there = federation.run()
+    assert isinstance(there.trainer, FlowerTrainer)
+    assert not {5000, 5001} & set(there.trainer.nodes.nodes.values())
+    assert torch.equal(there.server.weights, simulated(config).server.weights)
+
+
+def test_divergence_is_told_as_such(tmp_path: Path) -> None:
+    config = config_of({"name": "fedavg", "client_lr": 1e20}, clients_per_round=9)
+    with pytest.raises(Diverged, match="Lower client_lr"):
+        Federation(config, tmp_path).run()
+
+
+def test_run_directory_resume_and_kept_state(tmp_path: Path) -> None:
+    """The server stops after two rounds, having asked clients for a third that it never finished;
+    a new server on new nodes with the old disks ends in the same bits."""
+    config = config_of({"name": "prefed", "momentum": "keep"}, clients_per_round=9)
+
+    class Gone(Exception):
+        pass
+
+    def die(node: int, message: Message, reply: Message) -> Message:
+        if p.ASK in message.content and message.content[p.ASK][p.ROUND] == 2 and node != 1:
+            raise Gone
+        return reply
+
+    folder = tmp_path / "run"
+    first = Federation(config, tmp_path, tamper=die)
+    options = first.options.to_run_config() | {"run-dir": str(folder)}
+    from prefed.flower import replies
+
+    with pytest.raises(Gone), pytest.MonkeyPatch.context() as patch:
+        # What a tampering raises would be taken for an unreadable reply otherwise.
+        patch.setattr(replies, "_fetch", lambda grid, n: next(iter(grid.pull_messages([n])), None))
+        run(first.path.read_text(), first.grid, options)
+    assert len(load_run(folder).history) == 2
+    second = Federation(config, tmp_path)
+    with pytest.raises(PrefedError, match="--resume"):
+        run(second.path.read_text(), second.grid, options)
+    check_folder(folder, config, resume=True)
+    run(second.path.read_text(), second.grid, options | {"resume": True})
+    stored = load_run(folder)
+    assert stored.status == "finished"
+    here = simulated(config)
+    for ours, theirs in zip(here.history, stored.history, strict=True):
+        assert {**ours, "seconds": 0} == {**theirs, "seconds": 0}
+
+
+def test_a_client_that_lost_its_state_begins_anew(tmp_path: Path) -> None:
+    import shutil
+
+    config = config_of({"name": "scaffold"}, clients_per_round=9, rounds=2)
+    federation = Federation(config, tmp_path, nodes=1)
+    deployment = federation.run(1)
+    state = next((tmp_path / "node-0").glob("*/client-3/*.state"))
+    content = bytearray(state.read_bytes())
+    content[-1] ^= 1
+    state.write_bytes(bytes(content))
+    deployment.run_round()
+    assert deployment.history[1].get("refused") is None
+    damaged = deployment.server.weights.clone()
+    shutil.rmtree(tmp_path / "node-0")
+    again = Federation(config, tmp_path, nodes=1).run()
+    assert not torch.equal(damaged, again.server.weights)
+
+
+def test_lockstep_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PrefedError, match="simulation only"):
+        Federation(config_of({"name": "prefedsync"}), tmp_path).deployment()

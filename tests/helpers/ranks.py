@@ -1,0 +1,60 @@
+"""One rank of a distributed run, for test_distributed.py: python -m tests.helpers.ranks OUT."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import safetensors.torch
+import torch
+
+import prefed
+from prefed.training import ranks
+from tests.helpers.problems import tiny_data, tiny_model
+from tests.training.test_clients_lost import BAD, rounds
+
+RUNS: dict[str, dict[str, Any]] = {
+    "scaffold": {"engine": "sequential", "weighting": "samples", "clients_per_round": 5},
+    "prefed": {"engine": "vectorised", "clients_per_round": None},
+    "prefedlite": {"engine": "sequential", "clients_per_round": 5},
+    "prefed+topk": {"engine": "vectorised", "clients_per_round": 3},
+    "prefedsync": {"engine": "vectorised", "clients_per_round": 2},
+    "fedavg": {"engine": "auto", "clients_per_round": 2},
+    "fedadam": {"engine": "sequential", "clients_per_round": 5, "client_dropout": 0.4, "quorum": 2},
+}
+MORE: dict[str, dict[str, Any]] = {
+    "": {},
+    "topk": {"upload": "topk(0.2)", "P_codec": "log4", "P_every": 3, "momentum": "derived",
+             "aggregate": "sqrtP"},
+}  # fmt: skip
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """The final weights of a few runs; rank 1 may leave in the middle of one."""
+    dies = os.environ.get("DIES") == os.environ.get("RANK", "none")
+    results = {}
+    for name, options in RUNS.items():
+        settings = prefed.Settings(rounds=4, local_steps=3, batch_size=4, device="cpu", **options)
+        name, _, more = name.partition("+")
+        algorithm = prefed.ALGORITHMS.get(name)(client_lr=0.01, **MORE[more])
+        simulation = prefed.Simulation(algorithm, tiny_model(), tiny_data(), settings)
+        for _ in range(4):
+            record = simulation.run_round()
+            if dies:
+                os._exit(3)
+        results[name + more] = simulation.server.weights
+        results[f"{name + more}.loss"] = torch.tensor(record["train_loss"], dtype=torch.float64)
+    for engine in ("sequential", "vectorised"):  # with a client that is left out
+        simulation = rounds("scaffold", 3, engine=engine, on_divergence="continue")
+        assert [record["left_out"] for record in simulation.history] == [[BAD]] * 3
+        results[f"left out, {engine}"] = simulation.server.weights
+    return results
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with ranks.joined():
+        found = weights()
+        path = f"{sys.argv[1]}/{os.environ['RANK']}.safetensors"
+        safetensors.torch.save_file(found, path)

@@ -1,0 +1,78 @@
+"""What README and docs show is run as it stands there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import prefed
+from tests.cli.test_cli import prefed_command
+from tests.helpers import ROOT
+from tests.helpers.problems import tiny_data, tiny_model
+
+SHORT = ["--set", "rounds=1", "--set", "local_steps=1"]
+SMALL = ["--set", "rounds=3", "--set", "local_steps=2", "--set", "model.hidden=[4]"]
+PAGES = ["README.md", "docs/tour.md", "docs/own-algorithm.md", "docs/experiments.md"]
+PAGES += ["docs/upload.md", "docs/theory.md", "docs/data.md", "docs/results.md"]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), flags=re.S)
+
+
+def test_python_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    for block in blocks("README.md", "python"):
+        exec(compile(block, "README.md", "exec"), {})
+    accuracy, uploaded = capsys.readouterr().out.split()
+    assert float(accuracy) > 0.6
+    assert int(uploaded) == 5 * 3 * 4 * 354
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands(page: str, tmp_path: Path) -> None:
+    for block in blocks(page, "python"):
+        exec(compile(block, page, "exec"), {})
+        (tmp_path / "local_adam.py").write_text(block)
+    (tmp_path / "my-config.toml").write_text(prefed_command("cat", "digits-iid").stdout)
+    for line in "".join(blocks(page, "sh")).splitlines():
+        words = shlex.split(line, comments=True)
+        if words and words[0] == "prefed":
+            shorter = SHORT if words[1] in ("run", "compare", "sweep") else []
+            shorter = SMALL if words[1] == "theory" else shorter
+            shorter = ["--minutes", "0.1"] if "--minutes" in words else shorter
+            done = prefed_command(*words[1:], *shorter, cwd=tmp_path)
+            assert done.returncode == 0, f"{line}\n{done.stderr}"
+        else:
+            assert words[:1] in ([], ["make"])
+
+
+def test_make_targets_of_the_readme_exist() -> None:
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    for target in re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(), flags=re.M):
+        assert target in targets
+
+
+def test_the_printed_algorithm_walks_uphill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/paper.md says of the listing: with the printed sign the loss rises."""
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    make = prefed.ALGORITHMS.get("examples.prefedopt_as_printed:AsPrinted")
+
+    def losses(**options: object) -> list[float]:
+        algorithm = make(client_lr=0.1, server_lr=0.02, **options)
+        result = prefed.simulate(
+            algorithm, tiny_model(), tiny_data(), rounds=30, local_steps=2, batch_size=None
+        )
+        return [record["train_loss"] for record in result.history]
+
+    printed, mended = losses(), losses(uphill=False)
+    assert printed[-1] > 2 * printed[0]
+    assert mended[-1] < mended[0]
+
+
+def test_every_algorithm_is_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert all(f"`{name}`" in readme for name in prefed.ALGORITHMS.names())

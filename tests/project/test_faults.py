@@ -1,0 +1,79 @@
+"""A small part of the fault suite; `make faults` runs all of it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.faults.protections import PROTECTIONS, noticed
+from tests.helpers import ROOT
+
+SOURCES = ROOT / "src" / "prefed"
+MODULES = sorted(
+    p.stem
+    for p in (ROOT / "tests" / "faults").glob("*.py")
+    if p.stem not in ("__init__", "__main__", "trials", "protections")
+)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_is_lost(module: str) -> None:
+    """In a process of its own, which forks before it computes."""
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults", "--quick", module],
+        capture_output=True, text=True, check=False, cwd=ROOT, timeout=600,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\nlost 0 of " in done.stdout
+
+
+@pytest.mark.parametrize("name", ["checksum of the manifest", "the quorum", "no network"])
+def test_the_suite_notices_when_a_protection_is_gone(name: str) -> None:
+    what = next(p for p in PROTECTIONS if p.name == name)
+    seen, last = noticed(what)
+    assert seen, last
+
+
+def test_every_protection_can_still_be_taken_out() -> None:
+    for what in PROTECTIONS:
+        for name, old, new in what.edits:
+            text = (SOURCES / name).read_text()
+            assert text.count(old) == 1, f"{what.name}: {name}"
+            ast.parse(text.replace(old, new))
+
+
+PICKLING = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib",
+            "multiprocessing", "copyreg"}  # fmt: skip
+CALLS = {"torch.load", "torch.save", "numpy.load", "np.load", "pandas.read_pickle", "eval", "exec",
+         "dist.broadcast_object_list", "dist.all_gather_object", "dist.send_object_list",
+         "dist.gather_object", "dist.scatter_object_list", "os.system"}  # fmt: skip
+
+
+RIVAL = SOURCES / "bench" / "bare.py"
+"""The bare loop that `prefed bench` measures against: it talks with processes that it has started
+itself, over pipes that nobody else has, the way torch does."""
+
+
+def test_no_source_imports_or_calls_a_pickle() -> None:
+    seen = 0
+    for path in {*SOURCES.rglob("*.py")} - {RIVAL}:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            assert not PICKLING & {name.partition(".")[0] for name in names}, path
+            seen += len(names)
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                arguments = {k.arg: ast.unparse(k.value) for k in node.keywords}
+                safe = called.endswith("np.load") and arguments.get("allow_pickle") == "False"
+                assert called not in CALLS or safe, f"{path}: {ast.unparse(node)}"
+    assert seen > 300
