@@ -34,7 +34,7 @@ def stepper(rule: Rule) -> Callable[[], None]:
     def round_of_steps() -> None:
         rule.begin(w, state)
         for k in range(LOCAL_STEPS):
-            rule.advance(w, g, state, 1e-3, k)
+            rule.apply(w, g, state, 1e-3, k)
         rule.finish(w, state, 1e-3, LOCAL_STEPS)
 
     return round_of_steps
@@ -79,7 +79,7 @@ def main() -> None:
     rule = Covariance()
     candidates = {
         "torch.optim.Adam(fused=True)": adam(),
-        "PreFed's rule, as local_update runs it": stepper(rule.fast(torch.empty(0))),
+        "PreFed's rule, as local_update runs it": stepper(rule.fused(torch.empty(0))),
         "PreFed's rule, plain lines in blocks": stepper(rule),
         "PreFed's rule, plain lines": unblocked(stepper(rule)),
         "SGD": stepper(SGD()),

@@ -14,7 +14,8 @@ PUBLIC = {"prefed.schedule": "prefed.core.schedule"}
 """Names that stay: no warning."""
 
 _OLD = """
-algorithms.base=algorithms.algorithm checkpoints=experiments.checkpoints codecs.base=codecs.codec
+algorithms.base=algorithms.algorithm checkpoints=experiments.checkpoints
+codecs.base=codecs.interface
 config=experiments.config data.registry=data.dataset distributed=training.ranks draws=core.draws
 engines=training.engines engines.base=training.engines.engine engines.auto=training.engines.auto
 engines.sequential=training.engines.sequential engines.vectorised=training.engines.vectorised

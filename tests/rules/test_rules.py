@@ -34,7 +34,7 @@ def follow(rule: Rule, grads: list[Tensor], lr: Any) -> tuple[Tensor, dict[str, 
     state = {n: f.new(w, clients) for n, f in rule.fields(layout(d)).items()}
     rule.begin(w, state)
     for k, g in enumerate(grads):
-        rule.advance(w, g.clone(), state, lr(k) if callable(lr) else lr, k)
+        rule.apply(w, g.clone(), state, lr(k) if callable(lr) else lr, k)
     rule.finish(w, state, 0.1, len(grads))
     return w, state
 
@@ -103,7 +103,7 @@ def test_covariance_is_sdprop() -> None:
 @pytest.mark.parametrize("beta1", [0.0, 0.5, 0.9, 0.999])
 def test_fused_covariance_is_the_plain_one(shape: tuple[int, ...], beta1: float) -> None:
     rule = Covariance(beta1, 0.95, 1e-3)
-    fast = rule.fast(torch.zeros(1))
+    fast = rule.fused(torch.zeros(1))
     assert (fast is rule) == (beta1 == 0)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         steps = gradients(300, shape, dtype)
@@ -118,13 +118,13 @@ def test_fused_covariance_goes_on_from_given_state() -> None:
     """Two rounds of five steps are ten steps: begin and finish change nothing but units."""
     rule = Covariance(0.9, 0.9, 1e-3)
     once, _ = follow(rule, gradients(10), 0.01)
-    fast = rule.fast(torch.zeros(1))
+    fast = rule.fused(torch.zeros(1))
     w = torch.zeros(D, dtype=torch.float64)
     state = {name: field.new(w) for name, field in fast.fields(layout()).items()}
     for part in (gradients(10)[:5], gradients(10)[5:]):
         fast.begin(w, state)
         for k, g in enumerate(part):
-            fast.advance(w, g, state, 0.01, k)
+            fast.apply(w, g, state, 0.01, k)
         fast.finish(w, state, 0.01, 5)
     torch.testing.assert_close(w, once, rtol=1e-12, atol=1e-12)
 
@@ -136,7 +136,7 @@ RULES = [
     Adam(),
     Yogi(),
     Covariance(),
-    Covariance().fast(torch.zeros(1)),
+    Covariance().fused(torch.zeros(1)),
 ]
 
 

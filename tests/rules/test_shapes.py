@@ -36,7 +36,7 @@ def follow(
     state = {n: f.new(w, clients) for n, f in rule.fields(layout).items()}
     rule.begin(w, state)
     for k, g in enumerate(grads):
-        rule.advance(w, g.clone(), state, 0.01, k)
+        rule.apply(w, g.clone(), state, 0.01, k)
     rule.finish(w, state, 0.01, len(grads))
     return w, state, rule
 
@@ -153,7 +153,7 @@ def test_memory_format_does_not_matter(shape: str) -> None:
         for k in range(3):
             torch.manual_seed(k)
             layout.views(g)["weight"].copy_(torch.randn(4, 3, 3, 3).double())
-            rule.advance(w, g, state, 0.1, k)
+            rule.apply(w, g, state, 0.1, k)
         results.append(layout.views(w)["weight"].clone())
     torch.testing.assert_close(results[0].contiguous(), results[1].contiguous())
 
@@ -239,7 +239,7 @@ def test_blocks_of_clients_hold_their_matrices(monkeypatch: pytest.MonkeyPatch) 
     engine = Vectorised(simulation.task, simulation.data, settings)
     d = simulation.server.weights.numel()
     monkeypatch.setattr(
-        "prefed.training.engines.vectorised._memory", lambda _: 32 * 8 * 10 * d * (d + 1)
+        "prefed.training.engines.vectorised.total_memory", lambda _: 32 * 8 * 10 * d * (d + 1)
     )
     assert engine.block_size(full, 30) == 8  # ten fit: an even number of blocks, to be shared
     assert engine.block_size(full, 15) == 8

@@ -128,7 +128,7 @@ def chain_weights(model: nn.Module) -> Tensor:
 def test_blocks_of_any_size_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run("scaffold", chain(), "vectorised", clients_per_round=None)
     for most in (1, 2, 5):
-        monkeypatch.setattr(Vectorised, "most", most)
+        monkeypatch.setattr(Vectorised, "most_clients", most)
         same(run("scaffold", chain(), "vectorised", clients_per_round=None), expected, 1e-12)
 
 
@@ -137,7 +137,7 @@ def test_blocks_of_any_size_give_the_same_result(monkeypatch: pytest.MonkeyPatch
 def test_bits_do_not_depend_on_the_number_of_workers(
     name: str, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Vectorised, "most", 2)  # several blocks in so small a cohort
+    monkeypatch.setattr(Vectorised, "most_clients", 2)  # several blocks in so small a cohort
     options: dict[str, Any] = {"clients_per_round": 5, "weighting": "samples", "rounds": 5}
     one = run(name, chain(), engine, **options)
     for workers in (2, 3):

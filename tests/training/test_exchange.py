@@ -47,7 +47,7 @@ def test_every_codec_in_every_engine(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same run in the sequential and the vectorised engine, and the same bits with threads."""
-    monkeypatch.setattr(Vectorised, "most", 2)
+    monkeypatch.setattr(Vectorised, "most_clients", 2)
     one, block = run(options, "sequential"), run(options, "vectorised")
     same(one, block, 1e-9)
     plain = run({"momentum": options.get("momentum", "average")}, "sequential")

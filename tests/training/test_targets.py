@@ -235,7 +235,7 @@ def test_what_cannot_be_its_own_target(tmp_path: Path) -> None:
     assert load(cifar, ["data.augment=false"]).make_data()[0].outputs == 3072
     counts = Dataset(torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4), None)
     with pytest.raises(PrefedError, match=r"uint8 or floating x, not torch\.int64"):
-        counts.onto_itself()
+        counts.with_input_as_target()
     with pytest.raises(PrefedError, match="64 numbers each"):
         load(TABLE, ["model={name='tests.training.test_targets:short'}"]).make_run()
     with pytest.raises(PrefedError, match=r"data\.target"):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from prefed.codecs.codec import CODECS, Codec, Form, Noise, Parts
+from prefed.codecs.interface import CODECS, Codec, Form, Noise, Parts
 from prefed.core.layout import Layout
 
 

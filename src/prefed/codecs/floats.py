@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prefed.codecs.codec import (
+from prefed.codecs.interface import (
     CODECS,
     HUGE,
     TINY,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prefed.codecs.codec import CODECS, HUGE, TINY, Blockwise, Parts, blocks, unblock, uniform
+from prefed.codecs.interface import CODECS, HUGE, TINY, Blockwise, Parts, blocks, unblock, uniform
 
 
 @CODECS.register("int8")

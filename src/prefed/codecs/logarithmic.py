@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from prefed.codecs.codec import CODECS, Blockwise, Parts, blocks, unblock, vector
+from prefed.codecs.interface import CODECS, Blockwise, Parts, blocks, unblock, vector
 
 FLOOR = 2.0**-100
 """The lowest level: a level's value divided by the ratio of two must still be a normal float32."""

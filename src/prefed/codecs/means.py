@@ -11,7 +11,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from prefed.codecs.codec import CODECS, Codec, Form, Noise, Parts, vector
+from prefed.codecs.interface import CODECS, Codec, Form, Noise, Parts, vector
 from prefed.core.layout import Entry, Layout
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prefed.codecs.codec import CODECS, Codec, Form, Noise, Parts, vector
+from prefed.codecs.interface import CODECS, Codec, Form, Noise, Parts, vector
 from prefed.core.errors import PrefedError
 from prefed.core.layout import Layout
 

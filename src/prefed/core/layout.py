@@ -10,6 +10,8 @@ never preconditioned; counters travel as numbers of the weights' type and are ro
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,12 +21,34 @@ from torch import Tensor, nn
 from prefed.core.errors import PrefedError
 
 
+def strided(rows: Tensor, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    """A tensor inside a vector (d), or one inside each row of (C, d), sharing its memory: one call
+    where slicing and reshaping take two."""
+    return rows.as_strided(
+        (*rows.shape[:-1], *shape),
+        (*rows.stride()[:-1], *stride),
+        rows.storage_offset() + offset,
+    )
+
+
+@functools.cache
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
 @dataclass(frozen=True)
 class Entry:
+    """Where one named tensor lies inside a flat vector."""
+
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+
+    def view(self, rows: Tensor) -> Tensor:
+        """This tensor inside a vector (d), or inside each row of (C, d), sharing its memory."""
+        return strided(rows, self.offset, self.shape, self.stride)
 
 
 @dataclass(frozen=True)
@@ -43,12 +67,9 @@ class Layout:
             offset += tensor.numel()
         return cls(tuple(entries), offset)
 
-    def views(self, vector: Tensor) -> dict[str, Tensor]:
-        """The named tensors inside `vector`, sharing its memory."""
-        start = vector.storage_offset()
-        return {
-            e.name: vector.as_strided(e.shape, e.stride, start + e.offset) for e in self.entries
-        }
+    def views(self, rows: Tensor) -> dict[str, Tensor]:
+        """All named tensors inside a vector (d), or inside each row of (C, d)."""
+        return {entry.name: entry.view(rows) for entry in self.entries}
 
 
 class FlatModel:

@@ -51,7 +51,7 @@ class Dataset:
         """How many classes there are in y, which holds labels."""
         return self.classes or int(self.y.max()) + 1
 
-    def onto_itself(self) -> Dataset:
+    def with_input_as_target(self) -> Dataset:
         """The same for a model that gives back its input; y is for the split alone."""
         if self.augment is not None:
             raise PrefedError(

@@ -92,7 +92,7 @@ class Config(Settings):
         if self.data.validation:
             dataset = dataset.hold_out(self.data.validation, draws.generator(self.seed, "held out"))
         if self.data.target == "input":
-            dataset = dataset.onto_itself()
+            dataset = dataset.with_input_as_target()
         split, generator = SPLITS.get(self.data.split.name), draws.generator(self.seed, "split")
         return dataset, partition(dataset, split, generator, self.data.split.options)
 

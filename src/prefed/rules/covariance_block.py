@@ -13,7 +13,7 @@ from torch import Tensor
 from prefed.core.errors import PrefedError
 from prefed.core.layout import Entry
 from prefed.rules.covariance import SHAPES
-from prefed.rules.covariance_matrix import MatrixCovariance, inverse_roots, matrices, view
+from prefed.rules.covariance_matrix import MatrixCovariance, inverse_roots, matrices
 
 Blocks = Literal["row", "tensor"]
 
@@ -92,7 +92,7 @@ class BlockCovariance(MatrixCovariance):
 
     def move(self, w: Tensor, root: Tensor, u: Tensor, lr: float) -> None:
         for group in self.groups:
-            target = view(w, group.entry)
+            target = group.entry.view(w)
             step = group.inside(root) @ self.cut(u, group).unsqueeze(-1)
             target.sub_(step.reshape(target.shape), alpha=lr)
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from prefed.core.errors import PrefedError
+from prefed.core.machine import total_memory
 from prefed.rules.covariance import SHAPES
 from prefed.rules.covariance_matrix import MatrixCovariance, inverse_roots
 
 MATRICES = 10
-"""So many d x d matrices of 8 bytes are alive at a time: the server's P, a client's, the sum over
-clients, the root, and what the eigendecomposition works in."""
+"""The number of d x d matrices of 8 bytes that are alive at a time: the server's P, a client's, the
+sum over clients, the root, and what the eigendecomposition works in."""
 LARGEST = 4096
 """Whatever the memory: factorising a larger matrix takes minutes."""
 
@@ -54,6 +54,5 @@ class FullCovariance(MatrixCovariance):
 
 
 def largest() -> int:
-    """So many parameters: what half of this machine's memory holds, within reason."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(LARGEST, math.isqrt(memory // (2 * MATRICES * 8)))
+    """The largest number of parameters: half of this machine's memory must hold the matrices."""
+    return min(LARGEST, math.isqrt(total_memory() // (2 * MATRICES * 8)))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prefed.core.layout import Entry
 from prefed.rules.covariance import SHAPES
-from prefed.rules.covariance_matrix import MatrixCovariance, eigen, matrices, part, view
+from prefed.rules.covariance_matrix import MatrixCovariance, eigen, matrices, part
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class KroneckerCovariance(MatrixCovariance):
         for weights in self.weights:
             if weights.right is None:
                 continue
-            target, X = view(w, weights.entry), matrices(u, weights.entry)
+            target, X = weights.entry.view(w), matrices(u, weights.entry)
             U, V = weights.left.vectors(root), weights.right.vectors(root)
             X = torch.bmm(U.mT, X) if U is not None else X
             X = torch.bmm(X, V) if V is not None else X

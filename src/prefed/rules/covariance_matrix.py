@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from abc import abstractmethod
@@ -12,7 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from prefed.core.layout import Entry, Layout
+from prefed.core.layout import Entry, Layout, row_major, strided
 from prefed.rules.covariance import Covariance
 from prefed.rules.rule import Field, Rule, State
 
@@ -39,7 +38,7 @@ class MatrixCovariance(Covariance):
     def fit(self, layout: Layout) -> Self:
         return replace(self, layout=layout)
 
-    def fast(self, w: Tensor) -> Rule:
+    def fused(self, w: Tensor) -> Rule:
         return self
 
     def fields(self, layout: Layout) -> dict[str, Field]:
@@ -47,7 +46,7 @@ class MatrixCovariance(Covariance):
         P = Field(fitted.kept_shape(), nonnegative=self.one_matrix)
         fields = {"m": Field((layout.size,)), "P": P} | self.masses()
         if self.refresh > 1:
-            fields |= {"root": Field(fitted.root_shape()), "left": Field((1,))}
+            fields |= {"root": Field(fitted.root_shape()), "steps_left": Field((1,))}
         return fields
 
     def begin(self, w: Tensor, state: State) -> None:
@@ -58,7 +57,7 @@ class MatrixCovariance(Covariance):
         P, root = _rows(state["P"], w), _rows(state["root"], w)
         if "P_mass" in state:
             P = P / _rows(state["P_mass"], w).view(-1, *[1] * (P.dim() - 1))
-        state["left"].fill_(self.refresh)
+        state["steps_left"].fill_(self.refresh)
         for row in range(len(P)):
             known = _local.__dict__.get("newest")
             if known is None or known[0] != self or not torch.equal(known[1], P[row]):
@@ -75,14 +74,14 @@ class MatrixCovariance(Covariance):
         self.move(_rows(w, w), self.current_root(_rows(P, w), state, w), _rows(u, w), lr)
 
     def current_root(self, P: Tensor, state: State, w: Tensor) -> Tensor:
-        """The root for this step; `left` counts the steps it is still good for."""
+        """The root for this step; `steps_left` counts the steps until the next."""
         if self.refresh == 1:
             return self.derive(P)
-        root, left = _rows(state["root"], w), state["left"]
-        if not left.any():
+        root, steps_left = _rows(state["root"], w), state["steps_left"]
+        if not steps_left.any():
             root.copy_(self.derive(P))
-            left.fill_(self.refresh)
-        left.sub_(1)
+            steps_left.fill_(self.refresh)
+        steps_left.sub_(1)
         return root
 
     @abstractmethod
@@ -122,27 +121,12 @@ def matrices(rows: Tensor, entry: Entry) -> Tensor:
     shape = entry.shape or (1,)
     if len(shape) < 2 or entry.stride == row_major(shape):
         return part(rows, entry.offset, (shape[0], math.prod(shape[1:])))
-    return view(rows, entry).flatten(2)
+    return entry.view(rows).flatten(2)
 
 
 def part(rows: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
-    """A part of each row in this shape, sharing its memory; one call where slicing takes two."""
-    strides = (rows.stride(0), *row_major(shape))
-    return rows.as_strided((len(rows), *shape), strides, rows.storage_offset() + start)
-
-
-@functools.cache
-def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor that lies in memory row after row."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
-def view(rows: Tensor, entry: Entry) -> Tensor:
-    """A tensor of the model inside each row, sharing its memory; a scalar has shape (C, 1)."""
-    shape, stride = entry.shape or (1,), entry.stride or (1,)
-    return rows.as_strided(
-        (len(rows), *shape), (rows.stride(0), *stride), rows.storage_offset() + entry.offset
-    )
+    """A part of each row in this shape, sharing its memory."""
+    return strided(rows, start, shape, row_major(shape))
 
 
 def eigen(P: Tensor) -> tuple[Tensor, Tensor]:

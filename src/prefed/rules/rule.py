@@ -15,8 +15,8 @@ from prefed.core.layout import Layout
 State = dict[str, Tensor]
 
 BLOCK = 3 << 18
-"""Numbers in a block of an element-wise step: 3 MB of float32, so that the few vectors a rule
-touches stay in the cache from its first line to its last (bench/step.py)."""
+"""Numbers in a part of a vector: 3 MB of float32, so that the few vectors a rule touches stay in
+the cache (bench/step.py)."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,14 @@ class Rule(ABC):
         """What that field of one holder says of each coordinate (d)."""
         return P
 
-    def fast(self, w: Tensor) -> Rule:
-        """An equal rule in faster arithmetic for weights like `w`, or this one."""
+    def fused(self, w: Tensor) -> Rule:
+        """The same rule in fewer passes over memory for weights like `w`, equal up to rounding; or
+        this one."""
         return self
 
-    def advance(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
-        """`step`, block by block if the rule and the size allow it."""
+    def apply(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
+        """One `step`. An element-wise rule works on large vectors part by part, each of which stays
+        in the CPU's cache from the first line of the rule to the last."""
         if (
             self.elementwise
             and w.numel() > BLOCK
@@ -97,17 +99,18 @@ _local = threading.local()
 
 
 def scratch(like: Tensor) -> Tensor:
-    """Room of the shape of `like` with any content, valid until the thread's next call.
+    """An uninitialised tensor with the shape and type of `like`, valid until the next call in the
+    same thread.
 
-    A block's worth of memory is kept: fetching it anew from the system for each block would cost
-    more than the arithmetic.
+    Its memory is reused: allocating it for each part of a vector would cost more than the
+    arithmetic.
     """
     key, size = (like.dtype, like.device), like.numel()
-    kept: dict[object, Tensor] = _local.__dict__.setdefault("rooms", {})
-    room = kept.get(key)
-    if room is None or room.numel() < size:
-        room = kept[key] = torch.empty(size, dtype=like.dtype, device=like.device)
-    return room[:size].view(like.shape)
+    kept: dict[object, Tensor] = _local.__dict__.setdefault("scratch", {})
+    memory = kept.get(key)
+    if memory is None or memory.numel() < size:
+        memory = kept[key] = torch.empty(size, dtype=like.dtype, device=like.device)
+    return memory[:size].view(like.shape)
 
 
 def accumulate(into: Tensor, value: Tensor, beta: float, how: str) -> None:

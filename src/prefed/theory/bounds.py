@@ -191,7 +191,7 @@ class Watched(Rule):
         return Watched(self.rule.fit(layout), self.divergence)
 
     def fast(self, w: Tensor) -> Watched:
-        return Watched(self.rule.fast(w), self.divergence)
+        return Watched(self.rule.fused(w), self.divergence)
 
     def fields(self, layout: Layout) -> dict[str, Field]:
         return self.rule.fields(layout)
@@ -204,7 +204,7 @@ class Watched(Rule):
         assert self.start is not None
         if k > 0:
             self.divergence.add(k, (w - self.start).square_().sum(-1))
-        self.rule.advance(w, g, state, lr, k)
+        self.rule.apply(w, g, state, lr, k)
 
     def finish(self, w: Tensor, state: State, lr: float, steps: int) -> None:
         self.rule.finish(w, state, lr, steps)

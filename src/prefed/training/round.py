@@ -85,8 +85,8 @@ class Update:
     """Of each client (C): the mean over its steps."""
 
 
-class Position(Protocol):
-    """Where some clients stand: all that a local step needs to know."""
+class Point(Protocol):
+    """Weights of some clients and the gradients there: all that a local step needs."""
 
     weights: Tensor
     """(C, d)"""
@@ -98,8 +98,7 @@ class Position(Protocol):
 
 
 class Block(ABC):
-    """Some clients of the cohort, as an engine holds them while they train: a Position, and how
-    to get to the next one."""
+    """Some clients of the cohort (C of them), as an engine holds them while they train."""
 
     clients: Sequence[int]
     layout: Layout
@@ -112,7 +111,7 @@ class Block(ABC):
 
     @abstractmethod
     def state(self, name: str, field: Field) -> Tensor:
-        """Room for a field (C, ...), with any content."""
+        """An uninitialised tensor (C, ...) for a field of the rule's state."""
 
     @abstractmethod
     def read_buffers(self) -> Tensor: ...
@@ -125,14 +124,16 @@ class Block(ABC):
 
     def rule(self, algorithm: Algorithm) -> Rule:
         """The client rule, in the arithmetic that suits the engine."""
-        return algorithm.client_rule().fit(self.layout).fast(self.weights)
+        return algorithm.client_rule().fit(self.layout).fused(self.weights)
 
-    def walk(self, algorithm: Algorithm, rule: Rule, state: State, lr: float, steps: int) -> Tensor:
-        """So many local steps, in place; the sums of the losses (C)."""
+    def run_steps(
+        self, algorithm: Algorithm, rule: Rule, state: State, lr: float, steps: int
+    ) -> Tensor:
+        """K local steps, in place. Returns the sum of each client's losses (C)."""
         losses = self.weights.new_zeros(len(self.clients))
         for k in range(steps):
             losses += self.differentiate(k)
-            descend(algorithm, rule, self, state, lr, k)
+            local_step(algorithm, rule, self, state, lr, k)
         return losses
 
 
@@ -166,7 +167,7 @@ def local_update(
                         row.fill_(field.start)
 
     rule.begin(w, state)
-    losses = block.walk(algorithm, rule, state, lr, steps)
+    losses = block.run_steps(algorithm, rule, state, lr, steps)
     rule.finish(w, state, lr, steps)
 
     w.sub_(server.weights)
@@ -178,19 +179,19 @@ def local_update(
     )
 
 
-def descend(
-    algorithm: Algorithm, rule: Rule, place: Position, state: State, lr: float, k: int
+def local_step(
+    algorithm: Algorithm, rule: Rule, point: Point, state: State, lr: float, k: int
 ) -> None:
-    """One step of the client rule with the gradient of that position."""
-    w, g = place.weights, place.gradient
+    """Step k of the client rule, with the gradient at that point."""
+    w, g = point.weights, point.gradient
     if algorithm.clip_norm is not None:
         norm = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
         g.mul_((algorithm.clip_norm / norm).clamp_(max=1))
     if algorithm.weight_decay:
         g.add_(w, alpha=algorithm.weight_decay)
     if rule.lockstep:
-        state["mean"] = place.cohort_mean(g)
-    rule.advance(w, g, state, lr, k)
+        state["mean"] = point.cohort_mean(g)
+    rule.apply(w, g, state, lr, k)
 
 
 def server_update(
@@ -217,7 +218,7 @@ def server_update(
     g = algorithm.pseudo_gradient(mean["weights"], steps)
     lr = at(algorithm.server_lr, server.round)
     rule = algorithm.server_rule().fit(server.layout)
-    rule.advance(server.weights, g, server.optimiser, lr, 0)
+    rule.apply(server.weights, g, server.optimiser, lr, 0)
     server.round += 1
 
 

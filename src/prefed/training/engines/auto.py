@@ -128,7 +128,7 @@ def candidates(
     engines = ["sequential"]
     if cohort > 1:
         vectorised = Vectorised(task, data, settings)
-        if vectorised.most > 1 and vectorised.problem() is None:
+        if vectorised.most_clients > 1 and vectorised.why_not() is None:
             engines.append("vectorised")
     # Small operations of many clients suffer most from threads that wait for each other inside
     # them, above all on a busy machine: there one core per block stands first.

@@ -28,8 +28,8 @@ from prefed.rules import Rule
 from prefed.rules.rule import State
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
 from prefed.training.engines.stacked_batches import Group
-from prefed.training.engines.vectorised import Rows, Vectorised, or_sequential
-from prefed.training.round import descend
+from prefed.training.engines.vectorised import Vectorised, VectorisedBlock, or_sequential
+from prefed.training.round import local_step
 from prefed.training.settings import Settings
 from prefed.training.task import Task
 
@@ -47,51 +47,54 @@ def compiled(task: Task, data: FederatedData, settings: Settings) -> Engine:
 MOST = 10
 """Steps that are compiled together: more are no faster, and take longer to compile."""
 PARTS = 4
-"""At most so many parts of a walk are compiled, each by itself, and then with more steps."""
+"""The steps of a round are compiled in at most this number of parts, each by itself."""
 COMPILING = Lock()
 
 
 class Compiled(Vectorised):
     def __init__(self, task: Task, data: FederatedData, settings: Settings) -> None:
         super().__init__(task, data, settings)
-        self.walk = torch.compile(self._walk, dynamic=False)
+        self.compiled_steps = torch.compile(self._steps, dynamic=False)
         self.known: set[tuple[object, ...]] = set()
 
-    def turn(self, *key: object) -> AbstractContextManager[object]:
-        """Workers take turns at what is to be compiled: the compiler is not made for threads."""
+    def compiling_lock(self, *key: object) -> AbstractContextManager[object]:
+        """Held by a worker while something is compiled for the first time: the compiler is not made
+        for threads."""
         if key in self.known:
             return nullcontext()
         self.known.add(key)
         return COMPILING
 
-    def rows_of(self, clients: Sequence[int], groups: list[Group], seeds: list[int]) -> Rows:
-        return _Rows(self, clients, groups, seeds)
+    def make_block(
+        self, clients: Sequence[int], groups: list[Group], seeds: list[int]
+    ) -> VectorisedBlock:
+        return CompiledBlock(self, clients, groups, seeds)
 
-    def _walk(
+    def _steps(
         self,
         algorithm: Algorithm,
         rule: Rule,
-        place: _Position,
+        point: _Point,
         state: State,
         batches: list[tuple[Tensor, Tensor, Tensor]],
         lr: float,
         first: int,
     ) -> Tensor:
-        losses = torch.zeros_like(place.shares)
+        losses = torch.zeros_like(point.shares)
         for k, batch in enumerate(batches):
-            losses = losses + self._differentiate(place, *batch)
-            descend(algorithm, rule, place, state, lr, first + k)
+            losses = losses + self._differentiate(point, *batch)
+            local_step(algorithm, rule, point, state, lr, first + k)
         return losses
 
-    def _differentiate(self, place: _Position, x: Tensor, y: Tensor, keys: Tensor) -> Tensor:
+    def _differentiate(self, point: _Point, x: Tensor, y: Tensor, keys: Tensor) -> Tensor:
         layout = self.task.flat.layout
-        parameters = cut(layout, place.weights)
-        if (by_hand := self.by_hand(y)) is not None:
+        parameters = cut(layout, point.weights)
+        if (direct := self.direct_gradients(y)) is not None:
             found = {name: torch.empty_like(value) for name, value in parameters.items()}
-            losses = by_hand(parameters, found, x, y)
+            losses = direct(parameters, found, x, y)
         else:
             found, losses = torch.func.grad(self._loss, has_aux=True)(parameters, x, y, keys)
-        place.gradient = join(layout, found)
+        point.gradient = join(layout, found)
         return losses
 
     def _loss(self, parameters: State, x: Tensor, y: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +103,7 @@ class Compiled(Vectorised):
 
 
 @dataclass
-class _Position:
+class _Point:
     """Plain tensors, which the compiler takes as they are."""
 
     weights: Tensor
@@ -111,7 +114,7 @@ class _Position:
         return self.shares @ rows
 
 
-class _Rows(Rows):
+class CompiledBlock(VectorisedBlock):
     engine: Compiled
 
     def is_compiled(self, algorithm: Algorithm) -> bool:
@@ -131,9 +134,11 @@ class _Rows(Rows):
             return super().rule(algorithm)
         return algorithm.client_rule().fit(self.layout)
 
-    def walk(self, algorithm: Algorithm, rule: Rule, state: State, lr: float, steps: int) -> Tensor:
+    def run_steps(
+        self, algorithm: Algorithm, rule: Rule, state: State, lr: float, steps: int
+    ) -> Tensor:
         if not self.is_compiled(algorithm):
-            return super().walk(algorithm, rule, state, lr, steps)
+            return super().run_steps(algorithm, rule, state, lr, steps)
         device, group = self.engine.task.device, self.groups[0]
         losses = self.weights.new_zeros(len(self.clients))
         parts = min(PARTS, -(-steps // MOST))
@@ -142,9 +147,11 @@ class _Rows(Rows):
             for k in range(first, steps * (part + 1) // parts):
                 x, y = group.batch(k)
                 batches.append((x.to(device), y.to(device), self.keys(k)))
-            place = _Position(self.weights, self.gradient, self.shares)
-            with self.engine.turn(group.x.shape, first):
-                losses += self.engine.walk(algorithm, rule, place, state, batches, lr, first)
+            point = _Point(self.weights, self.gradient, self.shares)
+            with self.engine.compiling_lock(group.x.shape, first):
+                losses += self.engine.compiled_steps(
+                    algorithm, rule, point, state, batches, lr, first
+                )
         return losses
 
 

@@ -21,7 +21,7 @@ from prefed.training.task import Task
 class Sequential:
     def __init__(self, task: Task, data: FederatedData, settings: Settings) -> None:
         self.task, self.data, self.settings = task, data, settings
-        self.room: dict[tuple[str, int], Tensor] = {}
+        self.workspaces: dict[tuple[str, int], Tensor] = {}
 
     def block_size(self, algorithm: Algorithm, cohort: int) -> int:
         return 1
@@ -70,9 +70,9 @@ class _Block(Block):
 
     def state(self, name: str, field: Field) -> Tensor:
         key = (name, len(self.clients))
-        if key not in self.engine.room:
-            self.engine.room[key] = field.new(self.weights, len(self.clients))
-        return self.engine.room[key]
+        if key not in self.engine.workspaces:
+            self.engine.workspaces[key] = field.new(self.weights, len(self.clients))
+        return self.engine.workspaces[key]
 
     def read_buffers(self) -> Tensor:
         return self.task.flat.read_buffers()[None] if self.alone else self.buffers

@@ -7,7 +7,6 @@ weights of a client through its own loss alone.
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Sequence
 from functools import cached_property
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
-from prefed.core.layout import Layout
 from prefed.core.losses import are_labels
+from prefed.core.machine import total_memory
 from prefed.data import FederatedData
 from prefed.rules import Field
 from prefed.training.engines.block_losses import gradients_of, losses_of
@@ -30,21 +29,21 @@ from prefed.training.round import Block, Kept, Server, Update, local_update
 from prefed.training.settings import Settings
 from prefed.training.task import Task
 
-CACHED = 1 << 19
-"""Numbers in the weights of a block: more fall out of a CPU's cache between two passes."""
-VECTORS = 12
-"""At most so many times its weights is the memory of a block: gradients, state, activations."""
-STATES = 8
-"""At most so many times its state is the memory of a block that the state takes."""
-SHARES = 2
-"""A cohort of some size is cut into a multiple of so many blocks, to be shared by workers."""
-SMALLEST = 8
-"""Clients in a block below which cutting costs more than sharing brings."""
+CACHE_SIZE = 1 << 19
+"""The largest number of weights in a block (clients times d) that stays in a CPU's cache."""
+MEMORY_PER_WEIGHTS = 12
+"""An upper bound: the memory of a block (gradients, state, activations) over its weights'."""
+MEMORY_PER_STATE = 8
+"""An upper bound: the memory that a rule needs to work on its state, over that of the state."""
+BLOCKS_MULTIPLE = 2
+"""The number of blocks of a large cohort is a multiple of this, so that workers can share them."""
+SMALLEST_BLOCK = 8
+"""Clients in a block; smaller ones cost more than a second worker gains."""
 
 
 def or_sequential(engine: Vectorised) -> Engine:
     """The engine, or the sequential one for models that vmap cannot run."""
-    if (reason := engine.problem()) is None:
+    if (reason := engine.why_not()) is None:
         return engine
     warnings.warn(
         f"the model cannot be vectorised ({reason}); clients train one after another",
@@ -64,32 +63,33 @@ class Vectorised:
         self.task, self.data, self.settings = task, data, settings
         self.losses = losses_of(task)
         self.gradients = gradients_of(task)
-        self.room: dict[tuple[str, int], Tensor] = {}
+        self.workspaces: dict[tuple[str, int], Tensor] = {}
 
     def block_size(self, algorithm: Algorithm, cohort: int) -> int:
-        blocks = math.ceil(cohort / min(self.most, self.holds(algorithm)))
-        if cohort >= SHARES * SMALLEST:
-            blocks = SHARES * math.ceil(blocks / SHARES)
+        blocks = math.ceil(cohort / min(self.most_clients, self.most_clients_by_state(algorithm)))
+        if cohort >= BLOCKS_MULTIPLE * SMALLEST_BLOCK:
+            blocks = BLOCKS_MULTIPLE * math.ceil(blocks / BLOCKS_MULTIPLE)
         return math.ceil(cohort / blocks)
 
     @cached_property
-    def most(self) -> int:
-        """So many clients fit the cache of a CPU, and a quarter of the memory of any device."""
+    def most_clients(self) -> int:
+        """How many clients fit into the cache of a CPU, and into a quarter of the memory of any
+        device."""
         weights = self.task.flat.weights
-        fit = _memory(weights.device) // (4 * VECTORS * weights.nbytes)
-        return max(1, min(fit, CACHED // len(weights) if weights.device.type == "cpu" else fit))
+        fit = total_memory(weights.device) // (4 * MEMORY_PER_WEIGHTS * weights.nbytes)
+        return max(1, min(fit, CACHE_SIZE // len(weights) if weights.device.type == "cpu" else fit))
 
-    def holds(self, algorithm: Algorithm) -> int:
-        """The state of so many clients fits a quarter of the memory, with room to work on it. It
-        may be far larger than their weights: the covariance matrix is."""
+    def most_clients_by_state(self, algorithm: Algorithm) -> int:
+        """How many clients have a state that can be worked on in a quarter of the memory. It may be
+        far larger than their weights: a covariance matrix is."""
         flat = self.task.flat
         fields = algorithm.client_rule().fields(flat.layout).values()
         numbers = sum(math.prod(field.shape) for field in fields)
-        needed = 4 * STATES * max(1, numbers) * flat.weights.itemsize
-        return max(1, _memory(flat.weights.device) // needed)
+        needed = 4 * MEMORY_PER_STATE * max(1, numbers) * flat.weights.itemsize
+        return max(1, total_memory(flat.weights.device) // needed)
 
-    def by_hand(self, y: Tensor) -> Differentiate | None:
-        """The way to gradients without autograd, if there is one for such targets."""
+    def direct_gradients(self, y: Tensor) -> Differentiate | None:
+        """Gradients without autograd, if there is a way for such targets."""
         return self.gradients if y.dim() == 2 and are_labels(y) else None
 
     def update(
@@ -98,12 +98,12 @@ class Vectorised:
         self.task.flat.module.train()
         seeds = self.task.seeds(self.settings.seed, server.round, clients)
         groups = gather(
-            self.data, clients, server.round, self.settings, self.most, self.task.device
+            self.data, clients, server.round, self.settings, self.most_clients, self.task.device
         )
-        block = self.rows_of(clients, groups, seeds)
+        block = self.make_block(clients, groups, seeds)
         return local_update(algorithm, server, block, kept, self.settings.local_steps)
 
-    def problem(self) -> str | None:
+    def why_not(self) -> str | None:
         """Why this engine cannot train the model: one gradient is compared with autograd's."""
         task, flat = self.task, self.task.flat
         if task.randomness == "generator":
@@ -118,7 +118,7 @@ class Vectorised:
             expected = torch.cat([flat.gradient, flat.read_buffers()])
             flat.write_buffers(buffers)
             pair = Group(slice(0, 2), torch.stack([x, x]), torch.stack([y, y]))
-            block = self.rows_of([0, 0], [pair], [0, 0])
+            block = self.make_block([0, 0], [pair], [0, 0])
             block.weights.copy_(flat.weights)
             block.write_buffers(buffers)
             block.differentiate(0)
@@ -132,18 +132,21 @@ class Vectorised:
         tolerance = 1e-8 if found.dtype == torch.float64 else 1e-2
         return None if off <= tolerance * scale else "vmap gives other gradients than autograd"
 
-    def rows_of(self, clients: Sequence[int], groups: list[Group], seeds: list[int]) -> Rows:
-        return Rows(self, clients, groups, seeds)
+    def make_block(
+        self, clients: Sequence[int], groups: list[Group], seeds: list[int]
+    ) -> VectorisedBlock:
+        return VectorisedBlock(self, clients, groups, seeds)
 
-    def room_for(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Room for (C, ...) with any content, kept from block to block and round to round."""
+    def workspace(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """An uninitialised tensor (C, ...) that is reused from block to block and round to
+        round."""
         key = (name, shape[0])
-        if key not in self.room:
-            self.room[key] = self.task.flat.weights.new_empty(shape)
-        return self.room[key]
+        if key not in self.workspaces:
+            self.workspaces[key] = self.task.flat.weights.new_empty(shape)
+        return self.workspaces[key]
 
 
-class Rows(Block):
+class VectorisedBlock(Block):
     def __init__(
         self, engine: Vectorised, clients: Sequence[int], groups: list[Group], seeds: list[int]
     ) -> None:
@@ -151,10 +154,10 @@ class Rows(Block):
         flat = engine.task.flat
         self.layout = flat.layout
         shape = (len(clients), self.layout.size)
-        self.weights = engine.room_for("weights", shape)
-        self.gradient = engine.room_for("gradient", shape)
-        self.parameters = _views(self.layout, self.weights)
-        self.gradients = _views(self.layout, self.gradient)
+        self.weights = engine.workspace("weights", shape)
+        self.gradient = engine.workspace("gradient", shape)
+        self.parameters = self.layout.views(self.weights)
+        self.gradients = self.layout.views(self.gradient)
         self.buffers = {
             name: buffer.expand(len(clients), *buffer.shape).clone()
             for name, buffer in flat.module.named_buffers()
@@ -170,10 +173,10 @@ class Rows(Block):
         for group in self.groups:
             rows, (x, y) = group.rows, group.batch(k)
             x, y = x.to(task.device), y.to(task.device)
-            if isinstance(rows, slice) and (by_hand := self.engine.by_hand(y)) is not None:
+            if isinstance(rows, slice) and (direct := self.engine.direct_gradients(y)) is not None:
                 weights = {n: v[rows] for n, v in self.parameters.items()}
                 gradients = {n: v[rows] for n, v in self.gradients.items()}
-                losses[rows] = by_hand(weights, gradients, x, y)
+                losses[rows] = direct(weights, gradients, x, y)
                 continue
             leaves = {n: p[rows].detach().requires_grad_() for n, p in self.parameters.items()}
             buffers = {n: b[rows] for n, b in self.buffers.items()}
@@ -187,7 +190,7 @@ class Rows(Block):
         return losses
 
     def state(self, name: str, field: Field) -> Tensor:
-        return self.engine.room_for(f"state.{name}", (len(self.clients), *field.shape))
+        return self.engine.workspace(f"state.{name}", (len(self.clients), *field.shape))
 
     def read_buffers(self) -> Tensor:
         if not self.buffers:
@@ -210,19 +213,3 @@ class Rows(Block):
 
     def cohort_mean(self, rows: Tensor) -> Tensor:
         return self.shares @ rows
-
-
-def _views(layout: Layout, rows: Tensor) -> dict[str, Tensor]:
-    """The named tensors inside (C, d), each (C, ...)."""
-    clients, d = rows.shape
-    return {
-        e.name: rows.as_strided((clients, *e.shape), (d, *e.stride), e.offset)
-        for e in layout.entries
-    }
-
-
-def _memory(device: torch.device) -> int:
-    """Bytes in all, not bytes free: the size of blocks should not change from run to run."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
