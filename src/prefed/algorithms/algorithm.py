@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, ValidationError
 from torch import Tensor
@@ -37,6 +37,14 @@ class Algorithm(BaseModel):
     """Clients add this times the weights to the gradient, after clipping."""
     upload: CodecName = "exact"
     """The codec of the weights' change on its way to the server."""
+
+    contrib_options: ClassVar[dict[str, str]] = {}
+    """Options of an algorithm of prefed.contrib, which is made in place of this one if they are
+    given."""
+
+    def __new__(cls, **options: Any) -> Self:
+        other = next((cls.contrib_options[n] for n in options if n in cls.contrib_options), None)
+        return super().__new__(cls if other is None else ALGORITHMS.get(other))  # type: ignore[return-value]
 
     def __init__(self, **options: Any) -> None:
         try:

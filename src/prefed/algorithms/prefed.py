@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import PositiveInt, model_validator
+from pydantic import model_validator
 from torch import Tensor
 
 from prefed.algorithms.algorithm import ALGORITHMS
@@ -25,26 +25,24 @@ class PreFed(Preconditioned):
 
         m = (sqrt(P) + tau) * (w_t - w_{t+1}) / (eta*K)
 
-    P_codec, m_codec and P_every shorten the upload of P and m (docs/upload.md).
-
-    aggregate="sqrtP" weights each coordinate of each client by the inverse of its step size:
-    sum of s_i*w_i over sum of s_i, s_i = sqrt(P_i) + tau, with the P_i of the upload. Where P is
-    not sent in a round, that round takes the plain mean.
+    P_codec and m_codec shorten the upload of P and m (docs/upload.md).
     """
 
     client_lr: Rate = 0.001
     momentum: Literal["average", "reset", "keep", "derived"] = "average"
     P_codec: CodecName = "exact"
-    P_every: PositiveInt = 1
-    """P is sent in each so many-th round only, and in the first two."""
     m_codec: CodecName = "exact"
     """For momentum="average"."""
-    aggregate: Literal["mean", "sqrtP"] = "mean"
+
+    contrib_options: ClassVar[dict[str, str]] = {
+        "P_every": "prefedextended",
+        "aggregate": "prefedextended",
+    }
 
     @model_validator(mode="after")
     def _fits(self) -> PreFed:
-        if self.shape != "diagonal" and (self.momentum == "derived" or self.aggregate == "sqrtP"):
-            raise ValueError('momentum="derived" and aggregate="sqrtP" need shape="diagonal"')
+        if self.shape != "diagonal" and self.momentum == "derived":
+            raise ValueError('momentum="derived" needs shape="diagonal"')
         if not codec(self.m_codec).signed:
             raise ValueError(f"m_codec={self.m_codec}: m has both signs; take int8 or bfloat16")
         return self
@@ -58,29 +56,18 @@ class PreFed(Preconditioned):
         return {
             "m": average(codec=self.m_codec) if self.momentum == "average" else mass,
             "m_mass": mass,
-            "P": average(codec=self.P_codec, every=self.P_every),
-            "P_mass": average(every=self.P_every),
+            "P": average(codec=self.P_codec),
+            "P_mass": average(),
         }
-
-    def before_mean(self, values: State) -> State:
-        if self.aggregate == "mean" or "P" not in values:
-            return values
-        s = self._root(values)
-        return values | {"weights": s * values["weights"], "s": s}
-
-    def after_mean(self, mean: State) -> State:
-        if (s := mean.pop("s", None)) is not None:
-            mean["weights"].div_(s)
-        return mean
 
     def derive(self, change: Tensor, shared: State, lr: float, local_steps: int) -> State:
         if lr == 0:  # nothing moved, and nothing is learnt
             return {}
-        m = self._root(shared).mul_(change).div_(-lr * local_steps)
+        m = self.root(shared).mul_(change).div_(-lr * local_steps)
         # An estimate of m itself, not of a sum that has yet to grow: it needs no correction.
         return {"m": m, "m_mass": m.new_ones(1)}
 
-    def _root(self, state: State) -> Tensor:
+    def root(self, state: State) -> Tensor:
         """sqrt(P) + tau, as the client rule divides by it."""
         P = state["P"] / state["P_mass"] if "P_mass" in state else state["P"]
         return P.sqrt().add_(self.tau)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import ClassVar
+
 from prefed.algorithms.algorithm import ALGORITHMS
 from prefed.algorithms.prefed import PreFed
 from prefed.codecs import CodecName
@@ -17,3 +19,8 @@ class PreFedLite(PreFed):
     P_codec: CodecName = "log8"
     m_codec: CodecName = "int8"
     """For momentum="average"."""
+
+    contrib_options: ClassVar[dict[str, str]] = {
+        "P_every": "prefedliteextended",
+        "aggregate": "prefedliteextended",
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 ALWAYS = 2
@@ -20,6 +20,10 @@ class Policy:
     def sent(self, round: int) -> bool:
         """Whether it goes up in this round (from 0)."""
         return self.kind == "average" and (round < ALWAYS or round % self.every == 0)
+
+    def in_rounds(self, every: int) -> Policy:
+        """The same, sent in each so many-th round only."""
+        return replace(self, every=every)
 
     @property
     def comes_down(self) -> bool:

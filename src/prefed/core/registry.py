@@ -16,6 +16,9 @@ from prefed.core.errors import PrefedError, did_you_mean
 
 T = TypeVar("T")
 
+CONTRIB = "prefed.contrib"
+"""Found by name in any registry, and not listed."""
+
 
 class Registry(Generic[T]):
     def __init__(self, kind: str, package: str) -> None:
@@ -32,11 +35,15 @@ class Registry(Generic[T]):
         return add
 
     def names(self) -> list[str]:
-        """Every name this package brings, in alphabetical order."""
-        package = importlib.import_module(self.package)
-        for module in pkgutil.iter_modules(package.__path__, self.package + "."):
+        """Every name that the registry's package brings, in alphabetical order."""
+        self._import_all(self.package)
+        brought = (name for name, thing in self._things.items() if not _is_contrib(thing))
+        return sorted(brought)
+
+    def _import_all(self, package: str) -> None:
+        folder = importlib.import_module(package).__path__
+        for module in pkgutil.iter_modules(folder, package + "."):
             importlib.import_module(module.name)
-        return sorted(self._things)
 
     def get(self, name: str) -> T:
         """The thing of that name, or the attribute that "module:attribute" names."""
@@ -45,6 +52,8 @@ class Registry(Generic[T]):
         if ":" in name:
             return self._from_user(name)
         known = self.names()
+        if name not in self._things:
+            self._import_all(CONTRIB)
         if name not in self._things:
             raise PrefedError(f"unknown {self.kind} {name!r}{did_you_mean(name, known)}")
         return self._things[name]
@@ -69,3 +78,7 @@ class Registry(Generic[T]):
             raise PrefedError(f"{self.kind} {name!r}: {module_name} has no {attribute!r}{found}")
         thing: T = getattr(module, attribute)
         return thing
+
+
+def _is_contrib(thing: object) -> bool:
+    return str(getattr(thing, "__module__", "")).startswith(CONTRIB + ".")

@@ -249,7 +249,8 @@ def assign(table: dict[str, Any], path: list[str], value: Any, change: str) -> N
 
 def _algorithm_options(table: dict[str, Any]) -> set[str]:
     try:
-        return set(ALGORITHMS.get(table["algorithm"]["name"]).model_fields)
+        kind = ALGORITHMS.get(table["algorithm"]["name"])
+        return {*kind.model_fields, *kind.contrib_options}
     except (PrefedError, KeyError, TypeError, AttributeError):
         return set()
 

@@ -29,8 +29,7 @@ class Means(Codec):
         x = x.contiguous()
         means = []
         for entry in layout.entries:
-            tensor = _view(x, entry)
-            rows = tensor.reshape(len(x), self.groups(entry), -1)
+            rows = entry.view(x).reshape(len(x), self.groups(entry), -1)
             # In units of the largest, so that the sum of huge values is not infinite.
             unit = rows.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).tiny)
             means.append((rows / unit).mean(-1).mul_(unit.squeeze(-1)))
@@ -41,14 +40,11 @@ class Means(Codec):
         x = means.new_empty(len(means), layout.size, dtype=like.dtype)
         split = means.split([self.groups(e) for e in layout.entries], dim=1)
         for entry, part in zip(layout.entries, split, strict=True):
-            _view(x, entry).copy_(part.view(len(x), -1, *[1] * (max(len(entry.shape), 1) - 1)))
+            tensor = entry.view(x)
+            tensor.copy_(
+                part.view(len(x), *([-1] if entry.shape else []), *[1] * (tensor.dim() - 2))
+            )
         return x
-
-
-def _view(x: Tensor, entry: Entry) -> Tensor:
-    """The named tensor inside (C, d), as (C, ...); a number as (C, 1)."""
-    shape, stride = entry.shape or (1,), entry.stride or (1,)
-    return x.as_strided((len(x), *shape), (x.shape[1], *stride), x.storage_offset() + entry.offset)
 
 
 @CODECS.register("row")
