@@ -77,7 +77,7 @@ def descend(steps: int, lr: float, start: float = 1.0, **rule: Any) -> list[floa
 def test_lemma_1_case_1_lacks_tau_in_its_condition() -> None:
     """One dimension, one client, no noise, beta1 = 0: PreFed is gradient descent with eta / tau. At
     the largest admissible eta, tau = .01 and K = 10 it has left the printed bound behind by a
-    factor of 10^4; with eta <= tau / (8 K L) the mended bound holds."""
+    factor of 10^4; with eta <= tau / (8 K L) the corrected bound holds."""
     K, tau = 10, 0.01
     c = Known(L=1.0, G=1.0, local=0.0, spread=0.0, gap=0.5, d=1)
     eta = bounds.admissible(1.0, K)
@@ -85,7 +85,7 @@ def test_lemma_1_case_1_lacks_tau_in_its_condition() -> None:
     assert gone > 1e4 * bounds.lemma1_prefed(c, K, tau, gradient=1.0)
     small = tau / (8 * K)
     gone = max(descend(K - 1, small, beta1=0.0, tau=tau))
-    assert gone < bounds.lemma1_mended(c, K, small / tau, gradient=1.0)
+    assert gone < bounds.lemma1_corrected(c, K, small / tau, gradient=1.0)
 
 
 def test_theorem_1_does_not_know_tau() -> None:
@@ -191,7 +191,7 @@ def test_case_2_of_lemma_1_holds_on_a_quadratic() -> None:
         run.run_round()
         gone = divergence.largest()
         assert 0 < gone < bounds.lemma1_prefedopt(c, K, gradient)
-        assert gone < bounds.lemma1_mended(c, K, eta, gradient)
+        assert gone < bounds.lemma1_corrected(c, K, eta, gradient)
 
 
 def test_fit() -> None:

@@ -34,7 +34,7 @@ class Preconditioned(Algorithm):
     shape: Shape = "diagonal"
     """What is kept of the covariance: "diagonal", "full", "block" or "kronecker"."""
     refresh: PositiveInt = 1
-    """The inverse root of a matrix is derived anew in every so many steps (rounds on a server)."""
+    """The number of steps (on a server: rounds) between two computations of the inverse root."""
     blocks: Blocks = "row"
     """Of shape="block": one for each output "row", or one for each "tensor"."""
     largest_side: PositiveInt = 256

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 ALWAYS = 2
-"""In so many first rounds everything that is averaged is sent: the server's first value, zero, is
-no preconditioner, and the mean after one round still has the start in it."""
+"""In the first two rounds everything that is averaged is sent: the server begins with zero, which
+is no preconditioner, and the mean after one round still depends on it."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Policy:
         return self.kind == "average" and (round < ALWAYS or round % self.every == 0)
 
     def in_rounds(self, every: int) -> Policy:
-        """The same, sent in each so many-th round only."""
+        """The same, sent only in rounds whose number is a multiple of `every`."""
         return replace(self, every=every)
 
     @property

@@ -21,7 +21,7 @@ def study(
         typer.Option(help="holds runs and results; what is in it is not run again"),
     ] = Path("runs/study"),
     minutes: Annotated[
-        float | None, typer.Option(min=0.1, help="stop after so long; the same command goes on")
+        float | None, typer.Option(min=0.1, help="stop after this time; the same command continues")
     ] = None,
     draw: Annotated[bool, typer.Option("--draw", help="only draw what there is")] = False,
     show: Annotated[bool, typer.Option("--show", help="only print the study")] = False,

@@ -21,8 +21,12 @@ def sweep(
         list[str],
         typer.Option(metavar="KEY=LOW:HIGH", help="a range to draw from on a log scale"),
     ] = [],
-    random: Annotated[int | None, typer.Option(min=1, help="draw so many points")] = None,
-    optuna: Annotated[int | None, typer.Option(min=1, help="so many points by Optuna")] = None,
+    random: Annotated[
+        int | None, typer.Option(min=1, help="number of points to draw at random")
+    ] = None,
+    optuna: Annotated[
+        int | None, typer.Option(min=1, help="number of points that Optuna chooses")
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="runs per point")] = 1,
     set: Changes = [],
     out: Out = None,

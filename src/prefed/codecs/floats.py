@@ -110,7 +110,7 @@ class Float8(Blockwise):
 
 
 def rounded(x: Tensor, noise: Tensor, dtype: torch.dtype, digits: int, smallest: int) -> Tensor:
-    """Rounded at random to a type with so many binary digits behind the point and normal numbers
+    """Rounded at random to a type with `digits` binary digits behind the point and normal numbers
     from 2^smallest on."""
     exponent = x.contiguous().view(torch.int32).bitwise_right_shift(23).bitwise_and_(0xFF)
     exponent = exponent.clamp_(min=smallest + 127).sub_(digits).bitwise_left_shift_(23)

@@ -23,7 +23,7 @@ what is sent."""
 Form = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """The type and shape, for one client, of each part of a message."""
 Noise = Callable[[int], Tensor]
-"""So many random numbers for each client, (C, n): all values of int16 are equally likely."""
+"""noise(n): random numbers for each client (C, n), uniform over all values of int16."""
 
 TINY = torch.finfo(torch.float32).tiny
 """The smallest normal float32. Scales are not smaller."""

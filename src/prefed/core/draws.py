@@ -66,12 +66,12 @@ def answering(seed: int, round: int, cohort: list[int], dropout: float) -> list[
 
 
 def batches(seed: int, round: int, client: int, samples: int, count: int) -> Numbers:
-    """So many sample numbers: uniform, with replacement."""
+    """`count` sample indices: uniform, with replacement."""
     return _brief(seed, "batches", round, client).integers(samples, size=count)
 
 
 def epochs(seed: int, round: int, client: int, samples: int, count: int) -> Numbers:
-    """So many sample numbers: one shuffled pass over the samples after another. A batch may reach
+    """`count` sample indices: one shuffled pass over the samples after another. A batch may reach
     into the next pass, so all are of one size, and no sample is used more than once more often
     than another."""
     passes = -(-count // samples)
@@ -82,7 +82,7 @@ def epochs(seed: int, round: int, client: int, samples: int, count: int) -> Numb
 
 
 def noise(seed: int, purpose: str, round: int, clients: Sequence[int], size: int) -> Tensor:
-    """For each client so many numbers (C, size) of 16 random bits, as int16."""
+    """Random numbers of 16 bits for each client (C, size), as int16."""
     words = -(-size // 4)
     drawn = [generator(seed, purpose, round, c).bit_generator.random_raw(words) for c in clients]
     return torch.from_numpy(np.stack(drawn).view(np.int16))[:, :size]

@@ -56,7 +56,7 @@ class _Refused(Exception):
 
 class _Bounded(io.BufferedReader):
     """A file that is never asked for more than it has: a length in a pickle may be a lie, and
-    read() makes room for all of it first."""
+    read() allocates all of it first."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path))

@@ -16,7 +16,7 @@ BOMB = 64
 """A compressed file that grows more than this many times is refused. Images in the official
 files shrink to a fifth at best, text to a tenth."""
 SMALL = 1 << 20
-"""Below so many bytes nothing is a bomb."""
+"""Files with fewer bytes are never refused for that."""
 
 
 def root(path: str | None) -> Path:

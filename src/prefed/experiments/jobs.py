@@ -30,7 +30,7 @@ class Job:
 
 
 def run_jobs(jobs: list[Job], workers: int) -> Iterator[Event]:
-    """Run the jobs on so many processes with one thread each; events come as they happen."""
+    """Run the jobs on `workers` processes with one thread each; events come as they happen."""
     events: queue.Queue[Event | None] = queue.Queue()
     waiting: queue.Queue[tuple[int, Job]] = queue.Queue()
     for item in enumerate(jobs):

@@ -39,7 +39,7 @@ class Group:
     """What the groups of a ranking are compared by."""
 
     def values(self) -> dict[int, float]:
-        """The final measure by seed, of runs that came to their end."""
+        """The final measure of each finished run, by seed."""
         found = {run.seed: run.final(self.measure.key) for run in self.runs}
         return {seed: value for seed, value in found.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""The updates of one cohort: let in or refused, and added up as they come."""
+"""The updates of one cohort: accepted or refused, and added up as they arrive."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Arrivals:
         weight: Callable[[int], float],
         change: Callable[[Values], Values] = dict,
     ) -> None:
-        """weight   of a client with so many samples
-        change   done to what was let in, before it is added up
+        """weight   of a client, given its number of samples
+        change   done to an accepted update, before it is added up
         """
         self.admission, self.weight, self.change = admission, weight, change
         self.position = {client: position for position, client in enumerate(cohort)}
@@ -51,7 +51,7 @@ class Arrivals:
         )
 
     def take(self, client: int, read: Callable[[], UntrustedUpdate]) -> UntrustedUpdate | None:
-        """The update that `read` makes of what came for `client`, if it is let in."""
+        """The update that `read` makes of what came for `client`, if it is accepted."""
         try:
             update = read()
             if update.client != client:

@@ -27,7 +27,7 @@ class Options(BaseModel):
     retries: NonNegativeInt = 2
     """How often the missing clients of a round with too few updates are asked again."""
     norm_cap: PositiveFloat | None = None
-    """Longest change of the weights that is let in."""
+    """The largest norm of a client's change of the weights that is accepted."""
 
     @classmethod
     def from_run_config(cls, table: dict[str, Any]) -> Options:

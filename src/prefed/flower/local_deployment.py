@@ -207,10 +207,10 @@ class LocalFlower:
 
 
 @contextmanager
-def at_hand(
+def local_flower(
     config: Config, folder: Path, nodes: int, options: Options, resume: bool
 ) -> Iterator[LocalFlower]:
-    """Flower on this machine with the app of a config, once everything about it is checked."""
+    """Flower's processes on this machine with the app of a config, after all checks."""
     clients = len(config.make_data()[1])
     if nodes > clients:
         raise PrefedError(f"{nodes} nodes: there are only {clients} clients")
@@ -229,9 +229,9 @@ def deploy_locally(
     resume: bool,
     on_record: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Run a config on a SuperLink and so many SuperNodes here; the ServerApp writes `folder`."""
+    """Run a config on a SuperLink and `nodes` SuperNodes here; the ServerApp writes `folder`."""
     folder = folder.absolute()
-    with at_hand(config, folder, nodes, options, resume) as flower:
+    with local_flower(config, folder, nodes, options, resume) as flower:
         flower.start_superlink()
         place = {PARTITIONS: nodes, "state-dir": str(folder / "nodes")}
         names = [f"supernode-{number}" for number in range(nodes)]

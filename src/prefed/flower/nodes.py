@@ -23,7 +23,7 @@ PAUSE = 1.0
 QUERY_SECONDS = 60.0
 """How long a new node may hold up a round."""
 FIRST_BREAK, LONGEST_BREAK = 20.0, 3600.0
-"""Seconds after which a node that was turned away is asked again, twice as many each time."""
+"""Seconds after which a node that was refused is asked again; doubled each time."""
 
 Identify = Callable[[ConfigRecord], int]
 """The number of a node from what it says about itself, or Refused."""
@@ -40,7 +40,7 @@ class Nodes:
         self.nodes: dict[int, int] = {}
         """Number -> Flower's node id."""
         self._breaks: dict[int, tuple[float, float]] = {}
-        """Of nodes that were turned away: until when, and how long."""
+        """Of nodes that were refused: until when, and how long."""
 
     def wait(self, grid: Grid, enough: Callable[[], bool], seconds: float) -> bool:
         """Until there are enough, or this many seconds have passed; whether there are enough."""

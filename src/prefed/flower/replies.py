@@ -22,8 +22,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5
 def exchange(
     grid: Grid, messages: Sequence[Message], seconds: float
 ) -> Iterator[tuple[Message, Message | Refused]]:
-    """Each message with its reply, or with the reason why there is none, until all have come or
-    so many seconds have passed."""
+    """Each message with its reply, or with the reason why there is none, until all have
+    come or `seconds` have passed."""
     end = time.monotonic() + seconds
     pushed = set(grid.push_messages(messages))
     waiting: dict[str, Message] = {}

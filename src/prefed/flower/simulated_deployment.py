@@ -18,7 +18,7 @@ from typing import Any
 
 from prefed.experiments.config import Config
 from prefed.flower.deployment_options import Options
-from prefed.flower.local_deployment import at_hand, follow
+from prefed.flower.local_deployment import follow, local_flower
 from prefed.flower.write import PACKAGE
 
 
@@ -32,7 +32,7 @@ def deploy_simulated(
     on_record: Callable[[dict[str, Any]], None],
 ) -> None:
     folder = folder.absolute()
-    with at_hand(config, folder, nodes, options, resume) as flower:
+    with local_flower(config, folder, nodes, options, resume) as flower:
         flower.environment["PREFED_STATE_DIR"] = str(folder / "nodes")
         job = options.to_run_config() | {"run-dir": str(folder), "resume": resume}
         app = flower.home / "app" / PACKAGE / "config.toml"

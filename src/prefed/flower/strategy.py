@@ -58,8 +58,8 @@ class Strategy(FlowerStrategy):
     min_fraction         the fraction of a cohort that must send a usable update
     retries              how often missing clients are asked again before the run ends
     join_seconds         how long to wait for min_available_nodes
-    norm_cap             longest change of the weights that is let in
-    largest_count        highest number of samples that is believed
+    norm_cap             the largest norm of a client's change of the weights
+    largest_count        the highest number of samples that is accepted
     privacy              prefed.flower.CentralDP(...)
     """
 
@@ -287,7 +287,7 @@ class Strategy(FlowerStrategy):
             self.server.buffers.copy_(buffers)
 
     def _draw(self, grid: Grid, round: int, purpose: str, fraction: float, least: int) -> list[int]:
-        """So many of the clients that are there, drawn by (seed, round)."""
+        """Clients drawn from those that are there, by (seed, round)."""
         least = max(least, 1)
         needed = max(least, self.min_available_nodes)
         if not self.members.wait(

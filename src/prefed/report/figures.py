@@ -51,7 +51,7 @@ def draw_lines(
     log_y: bool = True,
     colours: int = len(COLOURS),
 ) -> Figure:
-    """Any lines; the colours begin anew after so many, so that pairs can share one."""
+    """Any lines; the colours start again after `colours` lines, so that pairs can share one."""
     figure, axes = _figure()
     for i, line in enumerate(lines):
         colour = COLOURS[i % colours % len(COLOURS)]

@@ -2,7 +2,7 @@
 factor of one; and what is measured beside them.
 
 docs/theory.md says which of the statements cannot be right, and why; tests/test_theory_bounds.py
-has the smallest counterexamples. Where a statement can be mended, the mended one stands here too.
+has the smallest counterexamples. Where a statement can be corrected, the corrected one is here too.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def lemma1_prefedopt(c: Known, K: int, gradient: float) -> float:
     return 5 / (c.L**2 * K) * (c.local + 5 * K * c.spread) + 25 / c.L**2 * gradient
 
 
-def lemma1_mended(c: Known, K: int, step: float, gradient: float) -> float:
+def lemma1_corrected(c: Known, K: int, step: float, gradient: float) -> float:
     """Reddi et al. 2021, Lemma 3, for steps of at most step * g with step <= 1 / (8 K L). PreFed's
     are with step = eta / tau, PreFedOpt's with step = eta_l."""
     return 5 * K * step**2 * (c.local + 6 * K * c.spread) + 30 * K**2 * step**2 * gradient

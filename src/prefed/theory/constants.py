@@ -21,7 +21,7 @@ from prefed.theory.objective import Objective, Tick, silent
 
 LEVEL = 0.95
 CLIENTS = 50
-"""At most so many clients are looked at."""
+"""The largest number of clients that are looked at."""
 BATCHES = 8
 """Stochastic gradients of each client at each point."""
 PRODUCTS = 40

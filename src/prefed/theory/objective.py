@@ -42,7 +42,7 @@ class Objective:
         return len(self.data)
 
     def some_clients(self, most: int) -> list[int]:
-        """All clients, or so many drawn at random."""
+        """All clients, or `most` of them drawn at random."""
         size = min(most, self.clients)
         return draws.cohort(self.settings.seed, 0, self.clients, size)
 

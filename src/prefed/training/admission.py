@@ -1,4 +1,4 @@
-"""Which updates from other machines are let in.
+"""Which updates from other machines are accepted.
 
 Whoever collects updates of a round trusts nobody: an update counts only if it is just what was
 asked for. The decision is made before anything of the update is added up, so a round with a
@@ -52,7 +52,7 @@ class UntrustedUpdate:
 
 
 class Refused(Exception):
-    """Why an update is not let in."""
+    """Why an update is not accepted."""
 
 
 class NotFinite(Refused):
@@ -87,7 +87,7 @@ class Admission:
     asked    the clients of which an update is wanted
     samples  how many samples each client has, where that is known; others may claim up to
              `largest_count`
-    norm_cap longest change of the weights that is let in
+    norm_cap the largest norm of the change of the weights that is accepted
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Admission:
         self.admitted: set[int] = set()
 
     def admit(self, update: UntrustedUpdate) -> None:
-        """Let the update in, or raise Refused with the reason."""
+        """Accept the update, or raise Refused with the reason."""
         self._check_origin(update)
         self._check_numbers(update)
         check_values(self.specs, update.values)

@@ -56,7 +56,7 @@ class Settings(BaseModel):
     """"bfloat16" is mixed precision: matrix products and convolutions in bfloat16, the weights
     and all state as they are."""
     evaluate_every: PositiveInt = 1
-    """The model is evaluated on the test set after each so many rounds, and after the last."""
+    """Rounds between two evaluations on the test set; the last round is always evaluated."""
     client_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The probability that a client of a cohort never answers."""
     quorum: PositiveInt = 1

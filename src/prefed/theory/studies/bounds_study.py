@@ -210,11 +210,11 @@ def lemma_claims(plan: Plan, terms: Terms, prefed: Measured, prefedopt: Measured
     before, before_opt = prefed.gradients[:-1], prefedopt.gradients[:-1]
     case_1 = [bounds.lemma1_prefed(known, K, terms.tau["prefed"], g) for g in before]
     case_2 = [bounds.lemma1_prefedopt(known, K, g) for g in before_opt]
-    mended = [bounds.lemma1_mended(known, K, step, g) for g in before_opt]
+    corrected = [bounds.lemma1_corrected(known, K, step, g) for g in before_opt]
     return [
         Claim("Lemma 1, case I", prefed.divergences, case_1),
         Claim("Lemma 1, case II", prefedopt.divergences, case_2),
-        Claim("mended, PreFedOpt", prefedopt.divergences, mended),
+        Claim("corrected, PreFedOpt", prefedopt.divergences, corrected),
     ]
 
 

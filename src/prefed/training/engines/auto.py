@@ -30,14 +30,14 @@ log = logging.getLogger("prefed")
 SHORT = 10_000_000
 """Runs that change fewer weights than this in all are over before a measurement would be."""
 BLOCKS, STEPS = 2, 3
-"""Each worker of a candidate is timed on so many blocks, each for so many steps."""
+"""How many blocks each worker of a candidate is timed on, and for how many steps."""
 BRIEF = 0.25
 """Seconds of a round that is timed with all its steps: where clients are small, what is done once
 a round decides."""
 PASSES, MOST_PASSES, SECONDS = 2, 8, 3.0
 """At least twice, and up to eight times while that takes less than three seconds in all."""
 HOPELESS = 1.5
-"""A candidate so many times slower than the best is not measured again: the time is for those
+"""A candidate this many times slower than the best is not measured again: the time is for those
 that are close."""
 MARGIN = 0.95
 """A candidate must beat the best of those before it by this factor."""
@@ -94,7 +94,7 @@ def choose(
 
     steps = min(STEPS, settings.local_steps)
     pools = prepare(steps)
-    quickest = min(measure(choice) for choice in found)  # also fills caches and makes room
+    quickest = min(measure(choice) for choice in found)  # also fills caches and allocates memory
     if quickest * settings.local_steps * len(cohort) < BRIEF:
         steps = settings.local_steps
         pools = prepare(steps)

@@ -37,7 +37,7 @@ def gradients_of(task: Task) -> linear_chains.Differentiate | None:
     if (differentiate := linear_chains.plan_gradient(task.flat.module)) is None:
         return None
     prepare = vmap(task.transform) if task.transform else (lambda x: x)
-    return lambda weights, room, x, y: differentiate(weights, room, prepare(x), y)
+    return lambda weights, into, x, y: differentiate(weights, into, prepare(x), y)
 
 
 def by_vmap(task: Task) -> Losses:

@@ -52,7 +52,7 @@ def plan(module: nn.Module) -> Forward | None:
 
 
 Differentiate = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor, Tensor], Tensor]
-"""(parameters, room for their gradients, x, labels (C, B)) -> losses (C)"""
+"""(parameters, where their gradients go, x, labels (C, B)) -> losses (C)"""
 
 OUTPUT_TELLS: dict[type[nn.Module], tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     nn.ReLU: (torch.relu_, partial(torch.ops.aten.threshold_backward.grad_input, threshold=0)),
@@ -77,9 +77,9 @@ def plan_gradient(module: nn.Module) -> Differentiate | None:
 
     kept: dict[tuple[str, int, tuple[int, ...]], Tensor] = {}
 
-    def room(like: Tensor, what: str, place: int, shape: tuple[int, ...]) -> Tensor | None:
+    def workspace(like: Tensor, what: str, place: int, shape: tuple[int, ...]) -> Tensor | None:
         """For a result, kept from step to step: a new one each time would cost as much as a
-        product. A compiler finds room by itself."""
+        product. A compiler reuses memory by itself."""
         if torch.compiler.is_compiling():
             return None
         if (key := (what, place, shape)) not in kept:
@@ -97,7 +97,7 @@ def plan_gradient(module: nn.Module) -> Differentiate | None:
                 last = place == len(layers) - 1
                 weight, bias = parameters[prefix + "weight"], parameters.get(prefix + "bias")
                 a, b = (weight, value.mT) if last else (value, weight.mT)
-                out = room(value, "y", place, (len(a), a.shape[1], b.shape[2]))
+                out = workspace(value, "y", place, (len(a), a.shape[1], b.shape[2]))
                 if bias is None:
                     value = torch.bmm(a, b, out=out)
                 else:
@@ -113,11 +113,11 @@ def plan_gradient(module: nn.Module) -> Differentiate | None:
             if isinstance(layer, nn.Linear):
                 weight, into = parameters[prefix + "weight"], gradients[prefix + "weight"]
                 # A product straight into rows of (C, d) would go client by client.
-                into.copy_(torch.bmm(d.mT, seen[place], out=room(d, "dw", place, into.shape)))
+                into.copy_(torch.bmm(d.mT, seen[place], out=workspace(d, "dw", place, into.shape)))
                 if layer.bias is not None:
                     gradients[prefix + "bias"].copy_(d.sum(1))
                 if place:
-                    d = torch.bmm(d, weight, out=room(d, "dx", place, seen[place].shape))
+                    d = torch.bmm(d, weight, out=workspace(d, "dx", place, seen[place].shape))
             else:
                 OUTPUT_TELLS[type(layer)][1](d, seen[place], grad_input=d)
         return losses

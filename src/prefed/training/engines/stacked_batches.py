@@ -47,7 +47,7 @@ def gather(
     most: int,
     device: torch.device,
 ) -> list[Group]:
-    """Groups of at most so many clients. With drawn batches all clients are alike; with full
+    """Groups of at most `most` clients. With drawn batches all clients are alike; with full
     batches those of one size are grouped, since a loss cannot be told to leave padding out."""
     if settings.batch_size is not None and data.augment is None:
         return [
