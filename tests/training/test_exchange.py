@@ -104,7 +104,8 @@ def bytes_of(value: Tensor) -> bytes:
 
 
 def test_p_goes_up_in_the_first_two_rounds_and_then_in_every_third() -> None:
-    run = simulation(prefed.PreFed(**{"P_every": 3, "momentum": "reset"}))
+    lazy = prefed.PreFed(P_every=3, momentum="reset")  # type: ignore[call-arg]
+    run = simulation(lazy)
     d, before = run.server.weights.nbytes, run.server.shared["P"].clone()
     for round in range(9):
         record, clients = run.run_round(), 6
@@ -133,7 +134,7 @@ def test_derived_momentum_is_the_m_of_equal_steps() -> None:
 
 def test_weighted_mean_by_hand() -> None:
     """Two clients: where one has a preconditioner near zero, the other decides."""
-    algorithm = prefed.PreFed(**{"aggregate": "sqrtP", "tau": 1e-3})
+    algorithm = prefed.PreFed(aggregate="sqrtP", tau=1e-3)  # type: ignore[call-arg]
     values = {"weights": torch.tensor([[1.0, 1.0], [3.0, 3.0]])}
     values["P"] = torch.tensor([[4.0, 1e-12], [4.0, 1.0]])
     sent = algorithm.before_mean(values)
