@@ -16,6 +16,7 @@ from prefed.algorithms.sharing import average, derived, keep, reset
 from prefed.codecs import CODECS
 from prefed.core import schedule
 from prefed.core.errors import Diverged, Interrupted, PrefedError
+from prefed.core.schedule import Rate
 from prefed.data import DATASETS, SPLITS, FederatedData, Partition
 from prefed.experiments.stored_runs import load_runs, to_pandas
 from prefed.models import MODELS
@@ -56,6 +57,7 @@ __all__ = [
     "PreFedOpt",
     "PreFedSync",
     "PrefedError",
+    "Rate",
     "Result",
     "Rule",
     "Run",

@@ -299,17 +299,16 @@ def simulate(
 
 def _describe(function: Callable[..., Any]) -> None:
     """Give a function that takes `**settings` their names, types, defaults and descriptions."""
-    own = inspect.signature(function).parameters.values()
-    lines, parameters = [], []
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    lines = [inspect.cleandoc(function.__doc__ or "")]
     for name, field in Settings.model_fields.items():
         default = inspect.Parameter.empty if field.is_required() else field.default
-        kind = inspect.Parameter.KEYWORD_ONLY
-        annotation = Settings.__annotations__[name]
-        parameters.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
-        lines.append(f"    {name:<18} {' '.join((field.description or '').split())}")
-    named = [p for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    function.__signature__ = inspect.Signature([*named, *parameters], return_annotation="Result")  # type: ignore[attr-defined]
-    function.__doc__ = inspect.cleandoc(function.__doc__ or "") + "\n\n" + "\n".join(lines)
+        kind, annotation = inspect.Parameter.KEYWORD_ONLY, field.annotation
+        own.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
+        lines.append(f"{name:<18} {' '.join((field.description or '').split())}")
+    function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+    function.__doc__ = "\n".join(lines)
 
 
 _describe(simulate)
