@@ -7,18 +7,15 @@ import sys
 
 import typer
 
-from prefed.cli import (
-    bench_command,
-    compare_command,
-    data_command,
-    deploy_command,
-    report_command,
-    run_command,
-    show_command,
-    study_command,
-    sweep_command,
-    theory_command,
-)
+from prefed.cli import data_command, theory_command
+from prefed.cli.bench_command import bench
+from prefed.cli.compare_command import compare
+from prefed.cli.deploy_command import deploy
+from prefed.cli.report_command import report, runs
+from prefed.cli.run_command import run
+from prefed.cli.show_command import cat, ls, validate
+from prefed.cli.study_command import study
+from prefed.cli.sweep_command import sweep
 
 app = typer.Typer(
     help="Adaptive and preconditioned federated optimisation.",
@@ -27,11 +24,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for module in (
-    run_command, compare_command, sweep_command, study_command, report_command,
-    show_command, data_command, theory_command, deploy_command, bench_command,
-):  # fmt: skip
-    module.add_to(app)
+for command in (run, compare, sweep, study, report, runs, ls, cat, validate, deploy, bench):
+    app.command()(command)
+for name, group in (("data", data_command), ("theory", theory_command)):
+    app.add_typer(group.commands, name=name, no_args_is_help=True)
 
 
 def main() -> None:

@@ -5,10 +5,6 @@ from typing import Annotated
 import typer
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command()(bench)
-
-
 def bench(
     what: Annotated[
         list[str] | None, typer.Argument(help="W1 to W4, a config or a preset; default: W1 to W4")

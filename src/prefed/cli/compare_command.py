@@ -7,10 +7,6 @@ import typer
 from prefed.cli.options import Changes, Out, Quiet, Source, Workers
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command()(compare)
-
-
 def compare(
     config: Source,
     algorithms: Annotated[

@@ -15,10 +15,6 @@ Root = Annotated[
 ]
 
 
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(commands, name="data", no_args_is_help=True)
-
-
 @commands.command()
 def ls() -> None:
     """List the data sets and where each comes from."""

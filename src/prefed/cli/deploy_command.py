@@ -8,10 +8,6 @@ import typer
 from prefed.cli.options import Changes, Out, Quiet, Source
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command()(deploy)
-
-
 def deploy(
     config: Source,
     set: Changes = [],

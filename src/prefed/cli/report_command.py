@@ -5,12 +5,6 @@ from typing import Annotated
 
 import typer
 
-
-def add_to(app: typer.Typer) -> None:
-    app.command()(report)
-    app.command()(runs)
-
-
 Folders = Annotated[list[Path], typer.Argument(metavar="DIR...", help="directories with runs")]
 
 

@@ -9,10 +9,6 @@ import typer
 from prefed.cli.options import Changes, Out, Quiet, Source
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command()(run)
-
-
 def run(
     config: Source,
     set: Changes = [],

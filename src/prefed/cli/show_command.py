@@ -10,12 +10,6 @@ import typer
 from prefed.cli.options import Changes, Source
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command()(ls)
-    app.command()(cat)
-    app.command()(validate)
-
-
 def ls() -> None:
     """List presets, studies, algorithms, models, data sets, splits, engines and codecs."""
     from prefed import ALGORITHMS, CODECS, DATASETS, ENGINES, MODELS, SPLITS

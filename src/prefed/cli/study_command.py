@@ -8,10 +8,6 @@ import typer
 from prefed.cli.options import Quiet, Workers
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command()(study)
-
-
 def study(
     study: Annotated[
         str, typer.Argument(metavar="STUDY", help="a TOML file, or a study that prefed has")

@@ -8,10 +8,6 @@ import typer
 from prefed.cli.options import Changes, Out, Quiet, Source, Workers
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command()(sweep)
-
-
 def sweep(
     config: Source,
     grid: Annotated[

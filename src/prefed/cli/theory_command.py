@@ -9,10 +9,6 @@ from prefed.cli.options import Changes, Out, Quiet, Source
 commands = typer.Typer(help="What the paper's theory assumes and claims, measured on a config.")
 
 
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(commands, name="theory", no_args_is_help=True)
-
-
 @commands.command()
 def constants(config: Source, set: Changes = [], out: Out = None, quiet: Quiet = False) -> None:
     """L, G, both gradient variances and F(w0) - F*, with 95 % intervals."""

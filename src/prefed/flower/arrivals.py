@@ -8,6 +8,8 @@ from logging import WARNING
 from flwr.supercore import log
 from torch import Tensor
 
+from prefed.algorithms import Algorithm
+from prefed.core.errors import PrefedError
 from prefed.training.admission import Admission, NotFinite, Refused, UntrustedUpdate
 from prefed.training.mean import Mean
 
@@ -75,3 +77,11 @@ class Arrivals:
 
     def reasons(self) -> list[str]:
         return [f"client {client}: {reason}" for client, reason in sorted(self.refused.items())]
+
+
+def refuse_lockstep(algorithm: Algorithm) -> None:
+    if algorithm.client_rule().lockstep:
+        raise PrefedError(
+            f"{type(algorithm).__name__}: its clients meet in every local step, which would take "
+            f"a message per step; it runs in simulation only"
+        )

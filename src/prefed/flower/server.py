@@ -37,7 +37,7 @@ from prefed.experiments.config import load
 from prefed.experiments.measures import describe
 from prefed.experiments.run_directory import execute
 from prefed.flower import protocol as p
-from prefed.flower.arrivals import Arrivals
+from prefed.flower.arrivals import Arrivals, refuse_lockstep
 from prefed.flower.deployment_options import Options
 from prefed.flower.kept_state import NEVER
 from prefed.flower.nodes import Nodes, Partitions
@@ -74,11 +74,7 @@ class FlowerTrainer(Trainer):
         options: Options,
         own_data: bool,
     ) -> None:
-        if algorithm.client_rule().lockstep:
-            raise PrefedError(
-                f"{type(algorithm).__name__}: its clients meet in every local step, which "
-                f"would take a message per step; it runs in simulation only"
-            )
+        refuse_lockstep(algorithm)
         self.algorithm, self.task, self.data, self.settings = algorithm, task, data, settings
         self.grid, self.config, self.options, self.own_data = grid, config, options, own_data
         self.keeps = bool(first_kept(algorithm, task.flat.layout, task.flat.weights))

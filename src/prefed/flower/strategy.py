@@ -7,10 +7,12 @@ a client rule of their own send what clients share in a second record beside the
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import KW_ONLY, InitVar, dataclass
 from logging import INFO, WARNING
 from typing import Any, Literal, cast
 
@@ -31,7 +33,7 @@ from prefed.algorithms import ALGORITHMS, Algorithm
 from prefed.core import draws
 from prefed.core.errors import PrefedError, RunFailed
 from prefed.flower import protocol as p
-from prefed.flower.arrivals import Arrivals
+from prefed.flower.arrivals import Arrivals, refuse_lockstep
 from prefed.flower.kept_state import NEVER
 from prefed.flower.nodes import Nodes, partition_id
 from prefed.flower.privacy import CentralDP
@@ -45,6 +47,7 @@ RecordType = ArrayRecord | MetricRecord | ConfigRecord
 MetricsOf = Callable[[list[RecordDict], str], MetricRecord]
 
 
+@dataclass(eq=False, repr=False)
 class Strategy(FlowerStrategy):
     """The server side of an algorithm, with Flower's names for what Flower also has.
 
@@ -63,70 +66,37 @@ class Strategy(FlowerStrategy):
     privacy              prefed.flower.CentralDP(...)
     """
 
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        *,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = p.SAMPLES,
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsOf | None = None,
-        evaluate_metrics_aggr_fn: MetricsOf | None = None,
-        local_steps: int = 1,
-        weighting: Literal["samples", "uniform"] = "samples",
-        seed: int = 0,
-        ask_partitions: bool = False,
-        buffers: Collection[str] = (),
-        min_fraction: float = 0.5,
-        retries: int = 2,
-        join_seconds: float = 300.0,
-        norm_cap: float | None = None,
-        largest_count: int = LARGEST_COUNT,
-        privacy: CentralDP | None = None,
-        quorum: float | None = None,
-    ) -> None:
+    algorithm: Algorithm
+    _: KW_ONLY
+    fraction_train: float = 1.0
+    fraction_evaluate: float = 1.0
+    min_train_nodes: int = 2
+    min_evaluate_nodes: int = 2
+    min_available_nodes: int = 2
+    weighted_by_key: str = p.SAMPLES
+    arrayrecord_key: str = "arrays"
+    configrecord_key: str = "config"
+    train_metrics_aggr_fn: MetricsOf | None = None
+    evaluate_metrics_aggr_fn: MetricsOf | None = None
+    local_steps: int = 1
+    weighting: Literal["samples", "uniform"] = "samples"
+    seed: int = 0
+    ask_partitions: bool = False
+    buffers: Collection[str] = ()
+    min_fraction: float = 0.5
+    retries: int = 2
+    join_seconds: float = 300.0
+    norm_cap: float | None = None
+    largest_count: int = LARGEST_COUNT
+    privacy: CentralDP | None = None
+    quorum: InitVar[float | None] = None
+
+    def __post_init__(self, quorum: float | None) -> None:
         if quorum is not None:
-            warnings.warn("quorum is now called min_fraction", FutureWarning, stacklevel=2)
-            min_fraction = quorum
-        if not isinstance(algorithm, Algorithm):
-            raise PrefedError(f"algorithm: should be an Algorithm, not {type(algorithm).__name__}")
-        if algorithm.client_rule().lockstep:
-            raise PrefedError(
-                f"{type(algorithm).__name__}: its clients meet in every local step, which would "
-                f"take a message per step; it runs in simulation only"
-            )
-        codecs = {algorithm.upload, *(policy.codec for policy in algorithm.sharing().values())}
-        if codecs != {"exact"}:
-            raise PrefedError(
-                f"{type(algorithm).__name__}: a Flower app of one's own sends arrays as they are; "
-                f"the codecs {', '.join(sorted(codecs - {'exact'}))} need both ends to be "
-                f"prefed's: prefed deploy"
-            )
-        for name, value in (("fraction_train", fraction_train), ("min_fraction", min_fraction)):
-            if not 0 < value <= 1:
-                raise PrefedError(f"{name}: should be above 0 and at most 1, not {value}")
-        if local_steps < 1:
-            raise PrefedError(f"local_steps: should be at least 1, not {local_steps}")
-        if weighting not in ("samples", "uniform"):
-            raise PrefedError(f'weighting: should be "samples" or "uniform", not {weighting!r}')
-        self.algorithm, self.local_steps = algorithm, local_steps
-        self.fraction_train, self.fraction_evaluate = fraction_train, fraction_evaluate
-        self.min_train_nodes, self.min_evaluate_nodes = min_train_nodes, min_evaluate_nodes
-        self.min_available_nodes = min_available_nodes
-        self.weighted_by_key = weighted_by_key
-        self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
-        self.train_metrics_aggr_fn = train_metrics_aggr_fn or mean_metrics
-        self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or mean_metrics
-        self.weighting, self.seed = weighting, seed
-        self.buffers, self.min_fraction, self.retries = buffers, min_fraction, retries
-        self.join_seconds, self.norm_cap = join_seconds, norm_cap
-        self.largest_count, self.privacy = largest_count, privacy
-        self.members = Nodes(partition_id if ask_partitions else None)
+            warnings.warn("quorum is now called min_fraction", FutureWarning, stacklevel=3)
+            self.min_fraction = quorum
+        self._check()
+        self.members = Nodes(partition_id if self.ask_partitions else None)
         self.shape: StateDict | None = None
         self.server: Server | None = None
         """The global state, with the optimiser's, from the first round on."""
@@ -139,7 +109,29 @@ class Strategy(FlowerStrategy):
         """Node -> client, of the round that is under way."""
         self._round: tuple[ArrayRecord, ConfigRecord]
         """What the clients of this round are sent."""
-        if privacy is not None:
+
+    def _check(self) -> None:
+        algorithm = self.algorithm
+        if not isinstance(algorithm, Algorithm):
+            raise PrefedError(f"algorithm: should be an Algorithm, not {type(algorithm).__name__}")
+        refuse_lockstep(algorithm)
+        codecs = {algorithm.upload, *(policy.codec for policy in algorithm.sharing().values())}
+        if codecs != {"exact"}:
+            raise PrefedError(
+                f"{type(algorithm).__name__}: a Flower app of one's own sends arrays as they are; "
+                f"the codecs {', '.join(sorted(codecs - {'exact'}))} need both ends to be "
+                f"prefed's: prefed deploy"
+            )
+        for name in ("fraction_train", "min_fraction"):
+            if not 0 < (value := getattr(self, name)) <= 1:
+                raise PrefedError(f"{name}: should be above 0 and at most 1, not {value}")
+        if self.local_steps < 1:
+            raise PrefedError(f"local_steps: should be at least 1, not {self.local_steps}")
+        if self.weighting not in ("samples", "uniform"):
+            raise PrefedError(
+                f'weighting: should be "samples" or "uniform", not {self.weighting!r}'
+            )
+        if self.privacy is not None:
             self._check_privacy()
 
     def _check_privacy(self) -> None:
@@ -239,7 +231,7 @@ class Strategy(FlowerStrategy):
         self.after |= dict.fromkeys(arrivals.admission.admitted, server_round - 1)
         self._arrays = shape.write(server.weights, server.buffers)
         contents = [self._metrics[c] for c in arrivals.position if c in self._metrics]
-        return self._arrays, self._reduce(self.train_metrics_aggr_fn, contents)
+        return self._arrays, self._reduce(self.train_metrics_aggr_fn or mean_metrics, contents)
 
     def _take(self, arrivals: Arrivals, client: int, content: RecordDict) -> None:
         assert self.server is not None
@@ -330,7 +322,7 @@ class Strategy(FlowerStrategy):
                 count = metrics.get(self.weighted_by_key)
                 if isinstance(count, int | float) and 1 <= count <= self.largest_count:
                     contents.append(RecordDict({"metrics": metrics}))
-        return self._reduce(self.evaluate_metrics_aggr_fn, contents)
+        return self._reduce(self.evaluate_metrics_aggr_fn or mean_metrics, contents)
 
     def _reduce(self, reduce: MetricsOf, contents: list[RecordDict]) -> MetricRecord | None:
         if not contents:
@@ -433,7 +425,7 @@ def make_strategy(kind: type[Algorithm]) -> Callable[..., Strategy]:
     def make(**options: Any) -> Strategy:
         ours = {k: v for k, v in options.items() if k in kind.model_fields}
         theirs = {k: v for k, v in options.items() if k not in kind.model_fields}
-        known = Strategy.__init__.__kwdefaults__ or {}
+        known = inspect.signature(Strategy).parameters
         for name in theirs:
             if name not in known:
                 kind(**{name: theirs[name]})  # raises, with the nearest name
