@@ -19,7 +19,6 @@ html_title = "prefed"
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "exclude-members": "model_config, model_post_init"}
-autodoc_preserve_defaults = True
 
 
 def _commands() -> str:
