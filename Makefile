@@ -1,7 +1,10 @@
 # `make demo` and `make test` do all set-up by themselves: Python 3.11 or newer, make and git.
+# The demo and the studies install what the package needs to run; the rest comes with `make venv`,
+# on which tests, linters and documentation depend.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+READY_RUN := $(VENV)/.ready-run
 READY := $(VENV)/.ready
 SEVEN := fedavg,fedadagrad,fedadam,fedyogi,adaalter,prefed,prefedopt
 STUDIES := digits-noniid digits-autoencoder synthetic upload-digits cifar10-noniid cifar10-iid upload-cifar10 shakespeare cifar10-autoencoder
@@ -13,6 +16,8 @@ help:
 	@echo "make test    run the tests"
 	@echo "make check   ruff, mypy --strict, and known holes in dependencies"
 	@echo "make docs    the documentation site, into build/docs"
+	@echo "make venv    .venv with all that tests, linters and documentation need"
+	@echo "make format  let ruff mend and format the source"
 	@echo "make faults  kill, damage, fill, stop and fuzz: one table of what was lost (half an hour)"
 	@echo "make protections  take each protection out and see the fault suite notice"
 	@echo "make hostile 2,000 hostile updates on each algorithm"
@@ -22,16 +27,21 @@ help:
 	@echo "make bench-peers  prefed against pfl, Flower and fedjax, each in an environment of its own"
 	@echo "make study   the results of docs/results.md: half an hour for each study at most, and the"
 	@echo "             same command goes on; make study-NAME runs one of: $(STUDIES)"
+	@echo "make clean   remove .venv and all that was built"
 
 venv: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY_RUN): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "prefed needs Python 3.11 or newer; try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $(READY_RUN)
+
+$(READY): $(READY_RUN)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,docs]"
 	@touch $(READY)
 
-demo: venv
+demo: $(READY_RUN)
 	$(BIN)/prefed compare digits-noniid --algorithms $(SEVEN) --seeds 3
 
 test: venv
@@ -62,7 +72,7 @@ bench-peers: venv
 
 study: $(STUDIES:%=study-%)
 
-study-%: venv
+study-%: $(READY_RUN)
 	$(BIN)/prefed study $* --out docs/results --minutes 30
 
 faults: venv
