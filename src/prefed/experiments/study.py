@@ -42,6 +42,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from prefed.algorithms import ALGORITHMS
+from prefed.core.deprecated import with_new_names
 from prefed.core.errors import PrefedError, RunFailed, did_you_mean, explain
 from prefed.core.safe_files import read_whole, write_whole
 from prefed.experiments.config import Config, assign, load, read_toml
@@ -259,7 +260,8 @@ class Bench:
             return {}
         try:
             known = json.loads(read_whole(path))
-            config, scores = known["config"], dict(known["scores"])
+            config = with_new_names(known["config"], Config.RENAMED, warn=False)
+            scores = dict(known["scores"])
             right = all(v is None or isinstance(v, int | float) for v in scores.values())
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             right, config, scores = False, None, {}
