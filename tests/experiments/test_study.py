@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import sys
 import time
 import tomllib
 from dataclasses import replace
@@ -22,7 +23,7 @@ from prefed.core.errors import PrefedError
 from prefed.core.safe_files import lock
 from prefed.experiments.config import load
 from prefed.experiments.measures import ACCURACY
-from prefed.experiments.stats import student_interval
+from prefed.experiments.stats import student, student_interval
 from prefed.experiments.stored_runs import (
     ARCHIVE,
     StoredRun,
@@ -181,7 +182,8 @@ RUN = {
         ({"run": ""}, "name of a directory"),
         ({"run": 1}, "name of a directory"),
         ({"run": "first"}, "twice"),
-        ({"config": []}, "no config"),
+        ({"config": []}, "names no algorithm"),
+        ({"config": 1}, "not a run"),
         ({"config": {"rounds": 1}}, "names no algorithm"),
         ({"config": {"algorithm": {"name": "fedavg"}, "rounds": "1"}}, "whole numbers"),
         ({"config": {"algorithm": {"name": "fedavg"}, "rounds": 2}}, "has not ended"),
@@ -298,7 +300,24 @@ def test_student_interval_is_scipys(count: int) -> None:
     low, high = student_interval(values)
     mean, error = sum(values) / count, scipy.stats.sem(values)
     expected = scipy.stats.t.interval(0.95, count - 1, loc=mean, scale=error)
-    assert (low, high) == pytest.approx(expected, rel=0.03 if count > 21 else 2e-3)
+    assert (low, high) == pytest.approx(expected, rel=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "level", "table"),
+    [(1, 0.95, 12.706), (2, 0.9, 2.920), (7, 0.999, 5.408), (21, 0.95, 2.080), (120, 0.95, 1.980)],
+)
+def test_student_is_that_of_printed_tables(freedom: int, level: float, table: float) -> None:
+    assert student(freedom, level) == pytest.approx(table, abs=5.1e-4)
+
+
+def test_without_scipy_a_study_says_so_before_it_runs(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    with pytest.raises(PrefedError, match=r"pip install 'prefed\[stats\]'"):
+        study_command(str(source), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_merged_leaves_its_arguments_alone() -> None:

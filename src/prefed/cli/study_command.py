@@ -37,6 +37,7 @@ def study(
 
     from prefed.cli.live import LiveRuns
     from prefed.experiments.plans import Planned
+    from prefed.experiments.stats import student
     from prefed.experiments.study import StudyRuns, find, read
     from prefed.report import study_results as results
 
@@ -44,6 +45,7 @@ def study(
     if show:
         print(find(study).read_text(), end="")
         return
+    student(1)  # if SciPy is missing, say so now and not after the runs
     study_runs = StudyRuns(plan, out)
     over = False
     if not draw:

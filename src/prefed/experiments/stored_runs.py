@@ -1,11 +1,7 @@
 """Reading runs back from disk: a directory for each run, or many runs in one archive.
 
-An archive is the file runs.jsonl.xz: a line of JSON for each run, in the order of their names,
-
+An archive, runs.jsonl.xz, has a line for each run that has ended, in the order of their names:
 {"run": "FedAvg-seed0", "config": {"rounds": 60, ...}, "records": [{"round": 1, ...}, ...]}
-
-It holds only runs that have ended. Each is found under the directory that it was run in, beside
-the archive, although that directory is no longer there.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ class StoredRun:
     """A record for each round."""
     environment: dict[str, Any] = field(default_factory=dict)
     archived: bool = False
-    """Read from an archive: there is no model, and `folder` need not exist."""
+    """Read from an archive: `folder` is where it was run, and need not exist."""
 
     @property
     def algorithm(self) -> str:
@@ -108,9 +104,7 @@ def load_run(folder: Path) -> StoredRun:
     return run
 
 
-def _checked(config: Any, where: str) -> dict[str, Any]:
-    if not isinstance(config, dict):
-        raise PrefedError(f"{where}: holds no config")
+def _checked(config: dict[str, Any], where: str) -> dict[str, Any]:
     algorithm = config.get("algorithm")
     if not isinstance(algorithm, dict) or not isinstance(algorithm.get("name"), str):
         raise PrefedError(f"{where}: names no algorithm")
@@ -135,7 +129,7 @@ def load_archive(folder: Path) -> dict[str, StoredRun]:
         where = f"{path}:{number}"
         try:
             entry = json.loads(line)
-            name, config = entry["run"], entry["config"]
+            name, config = entry["run"], dict(entry["config"])
             records = [check_record(record) for record in entry["records"]]
         except (ValueError, TypeError, KeyError, RecursionError):
             raise PrefedError(f"{where}: not a run with its config and records") from None
@@ -163,18 +157,13 @@ def _unpack(path: Path) -> bytes:
 
 def write_archive(folder: Path, runs: Iterable[StoredRun]) -> None:
     """Replace the archive of a directory. The same runs always make the same bytes."""
-    lines = []
-    for run in sorted(runs, key=lambda run: run.folder.name):
-        entry = {"run": run.folder.name, "config": run.config, "records": run.history}
-        lines.append(json.dumps(entry) + "\n")
+    entries = [{"run": r.folder.name, "config": r.config, "records": r.history} for r in runs]
+    lines = [json.dumps(e) + "\n" for e in sorted(entries, key=lambda e: str(e["run"]))]
     write_whole(folder / ARCHIVE, lzma.compress("".join(lines).encode()))
 
 
 def load_runs(*folders: str | Path) -> list[StoredRun]:
-    """All runs in these directories and below them, archived or not, in the order of their paths.
-
-    A run that is both in an archive and in its directory is read from the archive.
-    """
+    """All runs in these directories and below them, archived or not, ordered by their paths."""
     runs: list[StoredRun] = []
     for folder in map(Path, folders):
         if not folder.is_dir():
@@ -182,9 +171,8 @@ def load_runs(*folders: str | Path) -> list[StoredRun]:
         found: dict[Path, StoredRun] = {}
         for path in folder.rglob(ARCHIVE):
             found |= {run.folder: run for run in load_archive(path.parent).values()}
-        for path in folder.rglob("config.toml"):
-            if path.parent not in found:
-                found[path.parent] = load_run(path.parent)
+        for path in {p.parent for p in folder.rglob("config.toml")} - found.keys():
+            found[path] = load_run(path)
         runs += [found[path] for path in sorted(found)]
     return runs
 

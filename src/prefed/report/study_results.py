@@ -205,8 +205,7 @@ def _bar(row: Row) -> list[list[float]] | None:
 
 
 def _style(i: int) -> tuple[str, str, str]:
-    """Colour, line style and marker of the i-th label. Colours repeat after eight labels, with
-    another line style."""
+    """Colour, line style and marker of the i-th label; eight colours, then another line style."""
     return COLOURS[i % 8], ("-", "--", ":")[i // 8 % 3], "os^vDP*X"[i % 8]
 
 
@@ -222,8 +221,7 @@ def _curve(
 
 
 def _limits(rows: list[Row]) -> tuple[float, float]:
-    """Limits of the axis of results. An algorithm that failed may lie outside, so that differences
-    between the others stay visible."""
+    """Limits of the axis of results; the results of algorithms that failed may be outside."""
     values = [row["mean"] for row in rows]  # the best first
     best, middle = values[0], values[len(values) // 2]
     margin = max(3 * abs(best - middle), 0.02 * abs(best))
