@@ -2,7 +2,7 @@
 
     python scripts/claims.py
 
-Reads docs/results/STUDY.json of every study that is there. A claim says that one line of a study is
+Reads docs/results/STUDY.json of every study. A claim says that one line of a study is
 better than another; it is judged by the paired differences over seeds and their 95 % interval:
 "holds" if the interval lies above zero, "does not hold" if it lies below, "open" otherwise. Three
 seeds decide only large differences.
@@ -60,11 +60,11 @@ def text() -> str:
     studies = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     lines = ["| claim | study | better by | |", "|---|---|---|---|"]
     for claim in CLAIMS:
-        told = set()  # studies of one config share their runs
+        seen = set()  # studies of one config share their runs
         for name, study in studies.items():
-            if study["config"] not in told and (row := judged(claim, study)) is not None:
+            if study["config"] not in seen and (row := judged(claim, study)) is not None:
                 lines.append(f"| {claim.says} | {name} | {row} |")
-                told.add(study["config"])
+                seen.add(study["config"])
     return "\n".join([*lines, "", *tau(studies)]) + "\n"
 
 
@@ -87,7 +87,7 @@ def judged(claim: Claim, study: dict[str, Any]) -> str | None:
 
 
 def tau(studies: dict[str, Any]) -> list[str]:
-    """What the tuning says of tau: the best score on the validation split for each."""
+    """The best score on the validation split for each tau of the tuning."""
     lines = ["| tau: best validation score | study | |", "|---|---|---|"]
     for name, study in studies.items():
         path = RESULTS / study["config"] / "tuning.json"

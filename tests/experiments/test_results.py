@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prefed.experiments.config import algorithms_of, load
-from prefed.experiments.study import Bench, read, studies
+from prefed.experiments.study import StudyRuns, read, studies
 from prefed.report import study_results as results
 from tests.helpers import ROOT
 
@@ -25,11 +25,11 @@ def test_the_table_is_that_of_the_runs(name: str, tmp_path: Path) -> None:
     assert name in studies()
     _, study = read(name)
     shutil.copytree(RESULTS / study.config, tmp_path / study.config)
-    bench = Bench(study, tmp_path)
-    assert {label: sorted(seeds) for label, seeds in bench.runs().items()} == {
+    study_runs = StudyRuns(study, tmp_path)
+    assert {label: sorted(seeds) for label, seeds in study_runs.runs().items()} == {
         label: list(range(study.seeds)) for label in study.compared()
     }
-    results.write(bench, name)
+    results.write(study_runs, name)
     for kind in ("md", "json"):
         there = (RESULTS / f"{name}.{kind}").read_text()
         assert (tmp_path / f"{name}.{kind}").read_text() == there
@@ -39,8 +39,8 @@ def test_the_table_is_that_of_the_runs(name: str, tmp_path: Path) -> None:
 def test_presets_have_what_was_tuned(name: str) -> None:
     """The best points of the committed scores are the options of the preset."""
     _, study = read(name)
-    bench = Bench(study, RESULTS) if study.grid else None
-    for algorithm, point in bench.best().items() if bench else ():
+    study_runs = StudyRuns(study, RESULTS) if study.grid else None
+    for algorithm, point in study_runs.best().items() if study_runs else ():
         assert algorithm in algorithms_of(study.config)
         preset = load(study.config, [f"algorithm={algorithm}"])
         assert preset.algorithm == study.make_config(algorithm, algorithm, point).algorithm

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
+import lzma
+import sys
 import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,18 @@ from matplotlib.figure import Figure
 import prefed.report.study_results as results
 from prefed.cli.study_command import study as study_command
 from prefed.core.errors import PrefedError
+from prefed.core.safe_files import lock
 from prefed.experiments.config import load
 from prefed.experiments.measures import ACCURACY
-from prefed.experiments.stats import student_interval
-from prefed.experiments.stored_runs import StoredRun
-from prefed.experiments.study import Bench, came_to_its_end, merged, read, studies
+from prefed.experiments.stats import student, student_interval
+from prefed.experiments.stored_runs import (
+    ARCHIVE,
+    StoredRun,
+    load_archive,
+    load_runs,
+    write_archive,
+)
+from prefed.experiments.study import StudyRuns, merged, read, studies
 from tests.cli.test_cli import prefed_command
 
 TABLE: dict[str, Any] = {
@@ -97,13 +106,120 @@ def test_a_study_from_the_command_line(
     assert capsys.readouterr().out.count(": known") == 12
     assert (out / "small.md").read_text() == table
 
-    # Records without models, as they are passed on, are enough to draw from.
-    for path in (*out.rglob("*.safetensors"), out / "small.md"):
-        path.unlink()
-    for path in out.rglob("checkpoints"):
-        shutil.rmtree(path)
+    # The comparison is one file now, and enough to draw from; `load_runs` finds its runs.
+    assert [p.name for p in sorted((out / "quick").iterdir()) if p.name != ".lock"] == [
+        "runs.jsonl.xz", "tuned.toml", "tuning.json"
+    ]  # fmt: skip
+    runs = load_runs(out)
+    assert [run.folder.name for run in runs] == sorted(load_archive(out / "quick"))
+    assert [run.status for run in runs] == ["finished"] * 8
+    (out / "small.md").unlink()
     study_command(str(source), out, draw=True)
     assert (out / "small.md").read_text() == table
+
+
+def test_runs_in_directories_go_into_the_archive(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Directories of an earlier version, without models, are drawn from, not run again, and moved
+    into the archive beside the runs of other studies; an interrupted run stays and goes on."""
+    write(tmp_path, {"seeds": 1, "variants": {}})
+    out = tmp_path / "out"
+    study_command(str(source), out, workers=1)
+    table, folder = (out / "small.md").read_text(), out / "quick"
+    packed = (folder / ARCHIVE).read_bytes()
+    archived = load_archive(folder)
+    (folder / ARCHIVE).unlink()
+    for run in archived.values():
+        run.folder.mkdir()
+        (run.folder / "config.toml").write_text(tomli_w.dumps(run.config))
+        (run.folder / "rounds.jsonl").write_text("".join(json.dumps(r) + "\n" for r in run.history))
+    study_command(str(source), out, draw=True)
+    assert (out / "small.md").read_text() == table
+    assert [run.archived for run in load_runs(out)] == [False] * 2
+
+    other = replace(archived["FedAvg-seed0"], folder=folder / "Other-seed0")
+    write_archive(folder, [other])
+    capsys.readouterr()
+    study_command(str(source), out, workers=1)
+    assert capsys.readouterr().out.count(": known") == 6
+    assert [p for p in folder.iterdir() if p.is_dir()] == []
+    assert load_archive(folder) == {**archived, "Other-seed0": other}
+    write_archive(folder, reversed(archived.values()))
+    assert (folder / ARCHIVE).read_bytes() == packed
+
+    # Killed after the archive was written and before the directory was removed.
+    again = folder / "FedAvg-seed0"
+    again.mkdir()
+    (again / "config.toml").write_text(tomli_w.dumps(archived[again.name].config))
+    assert len(load_runs(out)) == 2
+    with lock(folder), pytest.raises(PrefedError, match="another process"):
+        study_command(str(source), out, workers=1)
+    with lock(again), pytest.raises(PrefedError, match="another process"):
+        study_command(str(source), out, workers=1)
+    study_command(str(source), out, workers=1)
+    assert not again.exists()
+
+    archived[again.name].config["batch_size"] += 1
+    write_archive(folder, archived.values())
+    with pytest.raises(PrefedError, match="FedAvg-seed0: holds a run of another config"):
+        study_command(str(source), out, workers=1)
+
+
+RECORD = {"round": 1, "train_loss": 1.0, "bytes_up": 1, "bytes_down": 1, "seconds": 0.1}
+RUN = {
+    "run": "a",
+    "config": {"algorithm": {"name": "fedavg"}, "rounds": 1, "dropout": 0.5},
+    "records": [RECORD],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"run": "../a"}, "name of a directory"),
+        ({"run": ".."}, "name of a directory"),
+        ({"run": ""}, "name of a directory"),
+        ({"run": 1}, "name of a directory"),
+        ({"run": "first"}, "twice"),
+        ({"config": []}, "names no algorithm"),
+        ({"config": 1}, "not a run"),
+        ({"config": {"rounds": 1}}, "names no algorithm"),
+        ({"config": {"algorithm": {"name": "fedavg"}, "rounds": "1"}}, "whole numbers"),
+        ({"config": {"algorithm": {"name": "fedavg"}, "rounds": 2}}, "has not ended"),
+        ({"records": []}, "has not ended"),
+        ({"records": [1]}, "not a run"),
+        ({"records": [{**RECORD, "seconds": None}]}, "not a run"),
+        ({"records": 1}, "not a run"),
+    ],
+)
+def test_archives_are_checked_before_use(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    lines = [{**RUN, "run": "first"}, {**RUN, **changes}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / ARCHIVE).write_bytes(lzma.compress(text.encode()))
+    with pytest.raises(PrefedError, match=rf"runs\.jsonl\.xz:2: .*{message}"):
+        load_runs(tmp_path)
+
+
+def test_damaged_archives_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / ARCHIVE
+    whole = lzma.compress((json.dumps(RUN) + "\n").encode())
+    path.write_bytes(whole)
+    (run,) = load_runs(tmp_path)
+    assert (run.folder, run.status) == (tmp_path / "a", "finished")
+    assert run.config["client_dropout"] == 0.5  # it was called dropout
+    wrong = [b"", b"x", whole[:-9], whole + b"x", whole[:40] + b"xyz" + whole[43:]]
+    wrong += [lzma.compress(text) for text in (b"[" * 10**4, b"\xff", b"1\n", bytes(10**8))]
+    for content in wrong:
+        path.write_bytes(content)
+        with pytest.raises(PrefedError, match=r"runs\.jsonl\.xz"):
+            load_runs(tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(PrefedError, match="not a file"):
+        load_runs(tmp_path)
 
 
 def test_a_study_that_is_stopped_goes_on(
@@ -132,7 +248,10 @@ def test_a_study_that_is_stopped_goes_on(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"grid": {"fedavg": {"client_lr": [1, 2]}, "prefed": {"tau": [1.0]}}}, "as many points"),
+        (
+            {"grid": {"fedavg": {"client_lr": [1, 2]}, "prefed": {"tau": [1.0]}}},
+            "same number of points",
+        ),
         ({"tuning": {"seeds": [1]}}, "seeds of the comparison"),
         ({"reference": "Prefed"}, 'did you mean "PreFed"'),
         ({"tuning": {"round": 1}}, "tuning.round: unknown option"),
@@ -144,7 +263,7 @@ def test_a_study_that_is_stopped_goes_on(
 def test_mistakes(source: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(PrefedError, match=message):
         _, study = read(str(write(tmp_path, changes)))
-        list(Bench(study, tmp_path / "out").tuning())
+        list(StudyRuns(study, tmp_path / "out").tuning())
 
 
 def test_scores_are_checked_before_use(source: Path, tmp_path: Path) -> None:
@@ -154,10 +273,10 @@ def test_scores_are_checked_before_use(source: Path, tmp_path: Path) -> None:
     for text in ("", "[]", '{"config": {}, "scores": [1]}', '{"config": {}, "scores": {"a": "b"}}'):
         (folder / "tuning.json").write_text(text)
         with pytest.raises(PrefedError, match="remove it"):
-            Bench(study, tmp_path / "out")
+            StudyRuns(study, tmp_path / "out")
     (folder / "tuning.json").write_text('{"config": {"rounds": 1}, "scores": {}}')
     with pytest.raises(PrefedError, match="another config"):
-        Bench(study, tmp_path / "out")
+        StudyRuns(study, tmp_path / "out")
     with pytest.raises(PrefedError, match="no such file or study"):
         read("nothing-of-that-name")
 
@@ -166,8 +285,8 @@ def test_scores_are_checked_before_use(source: Path, tmp_path: Path) -> None:
 def test_shipped_studies_can_be_planned(name: str, tmp_path: Path) -> None:
     """Every point and every line is a config that `load` accepts."""
     _, study = read(name)
-    bench = Bench(study, tmp_path)
-    planned = list(bench.tuning())
+    study_runs = StudyRuns(study, tmp_path)
+    planned = list(study_runs.tuning())
     assert len({title for title, _ in planned}) == len(planned)
     middle = {n: study.points(n)[0] for n in study.grid}
     for algorithm, like, options in study.compared().values():
@@ -181,7 +300,24 @@ def test_student_interval_is_scipys(count: int) -> None:
     low, high = student_interval(values)
     mean, error = sum(values) / count, scipy.stats.sem(values)
     expected = scipy.stats.t.interval(0.95, count - 1, loc=mean, scale=error)
-    assert (low, high) == pytest.approx(expected, rel=0.03 if count > 21 else 2e-3)
+    assert (low, high) == pytest.approx(expected, rel=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "level", "table"),
+    [(1, 0.95, 12.706), (2, 0.9, 2.920), (7, 0.999, 5.408), (21, 0.95, 2.080), (120, 0.95, 1.980)],
+)
+def test_student_is_that_of_printed_tables(freedom: int, level: float, table: float) -> None:
+    assert student(freedom, level) == pytest.approx(table, abs=5.1e-4)
+
+
+def test_without_scipy_a_study_says_so_before_it_runs(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    with pytest.raises(PrefedError, match=r"pip install 'prefed\[stats\]'"):
+        study_command(str(source), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_merged_leaves_its_arguments_alone() -> None:
@@ -213,11 +349,11 @@ def test_jumps_are_measured_around_the_trend(tmp_path: Path) -> None:
         return StoredRun(tmp_path, {"rounds": len(values) - 1}, records)
 
     straight = run([i / 40 for i in range(40)])
-    assert results.unrest(straight, ACCURACY) == pytest.approx(0, abs=1e-9)
-    assert came_to_its_end(straight)
+    assert results.jumps(straight, ACCURACY) == pytest.approx(0, abs=1e-9)
+    assert straight.has_ended
     rng = np.random.default_rng(0)
     noisy = run([i / 4000 + 0.03 * float(rng.standard_normal()) for i in range(4000)])
-    assert results.unrest(noisy, ACCURACY) == pytest.approx(3, rel=0.1)
+    assert results.jumps(noisy, ACCURACY) == pytest.approx(3, rel=0.1)
 
 
 def test_a_figure_shows_every_line_and_points_to_one_that_failed() -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
-import scipy.stats
 import torch
 
 import prefed
 from prefed.experiments.config import load
 from prefed.theory import constants
-from prefed.theory.constants import Constants, Estimate, measure, student
+from prefed.theory.constants import Constants, Estimate, measure
 from prefed.theory.objective import Objective
 from prefed.theory.quadratic import Quadratic
 
@@ -120,13 +118,6 @@ def test_drawn_clients_give_an_interval_of_the_global_variance(
         spread = (problem.centres - problem.optimum) @ problem.H
         hits += inside(found, float(spread.square().sum(1).mean()))
     assert 50 <= hits <= 60
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 30, 351])
-@pytest.mark.parametrize("level", [0.9, 0.95, 0.999])
-def test_student(freedom: int, level: float) -> None:
-    expected = scipy.stats.t.ppf(1 - (1 - level) / 2, freedom)
-    np.testing.assert_allclose(student(freedom, level), expected, rtol=1e-6)
 
 
 def test_a_small_digits_config() -> None:

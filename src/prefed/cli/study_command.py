@@ -14,12 +14,12 @@ def study(
     ],
     out: Annotated[
         Path,
-        typer.Option(help="holds runs and results; what is in it is not run again"),
+        typer.Option(help="directory of runs and results; runs that are there are not repeated"),
     ] = Path("runs/study"),
     minutes: Annotated[
-        float | None, typer.Option(min=0.1, help="stop after this time; the same command continues")
+        float | None, typer.Option(min=0.1, help="stop after this time; the same command goes on")
     ] = None,
-    draw: Annotated[bool, typer.Option("--draw", help="only draw what there is")] = False,
+    draw: Annotated[bool, typer.Option("--draw", help="only draw, run nothing")] = False,
     show: Annotated[bool, typer.Option("--show", help="only print the study")] = False,
     workers: Workers = None,
     quiet: Quiet = False,
@@ -33,18 +33,20 @@ def study(
 
     from prefed.cli.live import LiveRuns
     from prefed.experiments.plans import Planned
-    from prefed.experiments.study import Bench, find, read
+    from prefed.experiments.stats import student
+    from prefed.experiments.study import StudyRuns, find, read
     from prefed.report import study_results as results
 
     name, plan = read(study)
     if show:
         print(find(study).read_text(), end="")
         return
-    bench = Bench(plan, out)
+    student(1)  # if SciPy is missing, say so now and not after the runs
+    study_runs = StudyRuns(plan, out)
     over = False
     if not draw:
         end = None if minutes is None else time.monotonic() + 60 * minutes
-        with LiveRuns(bench.total(), quiet, out) as live:
+        with LiveRuns(study_runs.total(), quiet, out) as live:
 
             def on_event(planned: Planned, event: dict[str, object]) -> None:
                 live.on_event(planned, event)
@@ -52,11 +54,11 @@ def study(
                     raise TimeoutError
 
             try:
-                bench.tune(workers, on_event)
-                bench.compare(workers, on_event)
+                study_runs.tune(workers, on_event)
+                study_runs.compare(workers, on_event)
             except TimeoutError:
                 over = True
-    text = results.write(bench, name)
+    text = results.write(study_runs, name)
     if not quiet:
         print(text)
         print(f"written: {out / name}.md, .png and .json")

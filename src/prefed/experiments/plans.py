@@ -23,16 +23,17 @@ class Planned:
     config: Config
     folder: Path
 
-    def stored(self) -> StoredRun | None:
-        """The run if it is on disk; an error if another one is."""
-        if not (self.folder / "config.toml").exists():
+    def stored(self, archived: StoredRun | None = None) -> StoredRun | None:
+        """The run if it is in the archive or on disk; an error if another one is."""
+        if archived is None and not (self.folder / "config.toml").exists():
             return None
-        if differences := diff(read_config(self.folder), self.config.to_dict()):
+        there = read_config(self.folder) if archived is None else archived.config
+        if differences := diff(there, self.config.to_dict()):
             raise PrefedError(
                 f"{self.folder}: holds a run of another config; choose another --out\n"
                 + "\n".join(differences)
             )
-        return load_run(self.folder)
+        return archived or load_run(self.folder)
 
 
 OnEvent = Callable[[Planned, dict[str, Any]], None]

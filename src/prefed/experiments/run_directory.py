@@ -244,11 +244,14 @@ class NotARecord(ValueError):
 
 def from_json(line: str) -> Record:
     """The record that a line holds, whoever wrote the line."""
-    record = json.loads(line)
+    return check_record(json.loads(line))
+
+
+def check_record(record: Any) -> Record:
     if not isinstance(record, dict) or any(record.get(key) is None for key in NUMBERS):
-        raise NotARecord(line[:80])
+        raise NotARecord(str(record)[:80])
     if not all(isinstance(record.get(key), int | float | None) for key in NUMBERS + OPTIONAL):
-        raise NotARecord(line[:80])
+        raise NotARecord(str(record)[:80])
     return record
 
 

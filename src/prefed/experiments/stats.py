@@ -9,6 +9,8 @@ from statistics import fmean, stdev
 
 import numpy as np
 
+from prefed.core.errors import PrefedError
+
 RESAMPLES = 9999
 EXACT_UP_TO = 12
 
@@ -24,18 +26,21 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
-T95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201,
-       2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)  # fmt: skip
-"""The 97.5 % point of Student's distribution, by degrees of freedom; 1.96 beyond."""
+def student(freedom: int, level: float = 0.95) -> float:
+    """The two-sided quantile of Student's t distribution: P(|T| <= student) = level."""
+    try:
+        from scipy.stats import t
+    except ImportError:
+        raise PrefedError("Student's t needs SciPy: pip install 'prefed[stats]'") from None
+    # Versions of SciPy may differ in the last bits; tables and their tests should not.
+    return round(float(t.ppf((1 + level) / 2, freedom)), 9)
 
 
 def student_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Student's 95 % interval of the mean; without end if there is one value."""
+    """Student's 95 % interval of the mean; infinite for less than two values."""
     if len(values) < 2:
         return -math.inf, math.inf
-    freedom = len(values) - 1
-    t = T95[freedom] if freedom < len(T95) else 1.96
-    half = t * stdev(values) / math.sqrt(len(values))
+    half = student(len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return fmean(values) - half, fmean(values) + half
 
 

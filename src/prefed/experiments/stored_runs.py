@@ -1,29 +1,44 @@
-"""Reading runs back from disk."""
+"""Reading runs back from disk: a directory for each run, or many runs in one archive.
+
+An archive, runs.jsonl.xz, has a line for each run that has ended, in the order of their names:
+{"run": "FedAvg-seed0", "config": {"rounds": 60, ...}, "records": [{"round": 1, ...}, ...]}
+"""
 
 from __future__ import annotations
 
 import json
+import lzma
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prefed.core.deprecated import with_new_names
 from prefed.core.errors import PrefedError
-from prefed.core.safe_files import is_locked, read_whole
-from prefed.experiments.run_directory import NotARecord, from_json, read_config
+from prefed.core.safe_files import is_locked, read_whole, write_whole
+from prefed.experiments.config import Config
+from prefed.experiments.run_directory import NotARecord, check_record, from_json, read_config
 from prefed.training.trainer import Record
 
 if TYPE_CHECKING:
     import pandas
 
+ARCHIVE = "runs.jsonl.xz"
+BOMB = 1000
+"""An archive that grows more than this many times is refused. Records shrink to a twelfth."""
+
 
 @dataclass
 class StoredRun:
-    """A run as its directory tells it."""
+    """The config and the records of a run."""
 
     folder: Path
     config: dict[str, Any]
     history: list[Record] = field(default_factory=list)
+    """A record for each round."""
     environment: dict[str, Any] = field(default_factory=dict)
+    archived: bool = False
+    """Read from an archive: `folder` is where it was run, and need not exist."""
 
     @property
     def algorithm(self) -> str:
@@ -38,43 +53,42 @@ class StoredRun:
         """finished, diverged, running, or interrupted (and can be resumed)."""
         if self.history and _diverged(self.history[-1]):
             return "diverged"
-        if (self.folder / "model.safetensors").exists():
+        if self.archived or (self.folder / "model.safetensors").exists():
             return "finished"
         return "running" if is_locked(self.folder) else "interrupted"
 
-    def final_accuracy(self) -> float | None:
-        """Of a run that came to its end; None for others and without labels."""
-        return self.final("test_accuracy")
+    @property
+    def has_ended(self) -> bool:
+        """Whether it diverged or all its rounds are recorded. Its model may be missing."""
+        if not self.history:
+            return False
+        last = self.history[-1]
+        return _diverged(last) or last["round"] == self.config["rounds"]
 
     def final(self, key: str) -> float | None:
-        """A number of the last round, of a run that came to its end."""
+        """The value of `key` in the last round of a finished run, otherwise None."""
         return self.history[-1].get(key) if self.status == "finished" else None
 
     def reached(self, target: float) -> Record | None:
-        """The first round with that test accuracy."""
+        """The record of the first round with at least this test accuracy, a fraction."""
         hits = (r for r in self.history if (r.get("test_accuracy") or 0) >= target)
         return next(hits, None)
 
     def total(self, key: str, rounds: int | None = None) -> float:
-        """The sum of a number over the rounds, or over the first so many."""
+        """The sum of `key` over all rounds, or over the first `rounds`."""
         return float(sum(record[key] for record in self.history[:rounds]))
 
 
 def _diverged(last: Record) -> bool:
-    """A round that was skipped has no loss either."""
+    """Whether a run with this last record diverged; a skipped round has no loss either."""
     return "diverged" in last or (last.get("train_loss") is None and not last.get("skipped"))
 
 
 def load_run(folder: Path) -> StoredRun:
-    run = StoredRun(folder, read_config(folder))
+    """The run in a directory."""
+    config = _checked(read_config(folder), str(folder / "config.toml"))
+    run = StoredRun(folder, config)
     path = folder / "rounds.jsonl"
-    algorithm = run.config.get("algorithm")
-    if not isinstance(algorithm, dict) or not isinstance(algorithm.get("name"), str):
-        raise PrefedError(f"{folder / 'config.toml'}: names no algorithm")
-    if not isinstance(run.config.get("rounds"), int) or not isinstance(
-        run.config.get("seed", 0), int
-    ):
-        raise PrefedError(f"{folder / 'config.toml'}: seed, rounds: should be whole numbers")
     for number, line in enumerate(_lines(path), 1):
         try:
             run.history.append(from_json(line))
@@ -90,22 +104,76 @@ def load_run(folder: Path) -> StoredRun:
     return run
 
 
+def _checked(config: dict[str, Any], where: str) -> dict[str, Any]:
+    algorithm = config.get("algorithm")
+    if not isinstance(algorithm, dict) or not isinstance(algorithm.get("name"), str):
+        raise PrefedError(f"{where}: names no algorithm")
+    if not isinstance(config.get("rounds"), int) or not isinstance(config.get("seed", 0), int):
+        raise PrefedError(f"{where}: seed, rounds: should be whole numbers")
+    return config
+
+
 def _lines(path: Path) -> list[str]:
-    """Those of rounds.jsonl; a byte that is no text makes its line unreadable, and no other."""
+    """The lines of rounds.jsonl. Bytes that are not UTF-8 make only their own line unreadable."""
     try:
         return read_whole(path).decode(errors="replace").splitlines() if path.exists() else []
     except OSError as error:
         raise PrefedError(f"{path}: cannot be read: {error.strerror}") from None
 
 
+def load_archive(folder: Path) -> dict[str, StoredRun]:
+    """The runs in the archive of a directory by name; none if it has no archive."""
+    path = folder / ARCHIVE
+    runs: dict[str, StoredRun] = {}
+    for number, line in enumerate(_unpack(path).splitlines() if path.exists() else (), 1):
+        where = f"{path}:{number}"
+        try:
+            entry = json.loads(line)
+            name, config = entry["run"], dict(entry["config"])
+            records = [check_record(record) for record in entry["records"]]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise PrefedError(f"{where}: not a run with its config and records") from None
+        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+            raise PrefedError(f"{where}: run: should be the name of a directory")
+        config = _checked(with_new_names(config, Config.RENAMED, warn=False), where)
+        run = StoredRun(folder / name, config, records, archived=True)
+        if name in runs or not run.has_ended:
+            raise PrefedError(f"{where}: {name}: is there twice, or has not ended")
+        runs[name] = run
+    return runs
+
+
+def _unpack(path: Path) -> bytes:
+    unpacker = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=1 << 27)
+    try:
+        packed = read_whole(path)
+        text = unpacker.decompress(packed, BOMB * len(packed))
+    except (OSError, lzma.LZMAError) as error:
+        raise PrefedError(f"{path}: cannot be read: {error}") from None
+    if not unpacker.eof or unpacker.unused_data:
+        raise PrefedError(f"{path}: is not one whole xz file, or grows more than {BOMB} times")
+    return text
+
+
+def write_archive(folder: Path, runs: Iterable[StoredRun]) -> None:
+    """Replace the archive of a directory. The same runs always make the same bytes."""
+    entries = [{"run": r.folder.name, "config": r.config, "records": r.history} for r in runs]
+    lines = [json.dumps(e) + "\n" for e in sorted(entries, key=lambda e: str(e["run"]))]
+    write_whole(folder / ARCHIVE, lzma.compress("".join(lines).encode()))
+
+
 def load_runs(*folders: str | Path) -> list[StoredRun]:
-    """All runs in these directories and below them, in the order of their paths."""
-    runs = []
+    """All runs in these directories and below them, archived or not, ordered by their paths."""
+    runs: list[StoredRun] = []
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise PrefedError(f"{folder}: no such directory")
-        configs = sorted({*folder.glob("config.toml"), *folder.rglob("config.toml")})
-        runs += [load_run(path.parent) for path in configs]
+        found: dict[Path, StoredRun] = {}
+        for path in folder.rglob(ARCHIVE):
+            found |= {run.folder: run for run in load_archive(path.parent).values()}
+        for path in {p.parent for p in folder.rglob("config.toml")} - found.keys():
+            found[path] = load_run(path)
+        runs += [found[path] for path in sorted(found)]
     return runs
 
 

@@ -1,28 +1,29 @@
 """Studies: every algorithm tuned with the same budget, then all compared with paired seeds.
 
-A study is a TOML file; some come with prefed and go by their name.
+A study is a TOML file. The name of a study that comes with prefed is enough.
 
 title = "CIFAR-10, Dirichlet 0.1"
 config = "cifar10-noniid"               # a preset or a config file
 seeds = 3                               # of the comparison: 0, 1, 2
 reference = "PreFed"                    # differences are taken against it
 [tuning]
-seeds = [1000]                          # none of the comparison's
-rounds = 20                             # fewer than the config has, if it says so
+seeds = [1000]                          # not those of the comparison
+rounds = 20                             # of a tuning run; as in the config if not given
 [grid.fedavg]                           # the same number of points for every algorithm
 client_lr = [0.03, 0.1, 0.3]
 [grid.prefed]
-"client_lr.start" = [0.001, 0.003, 0.01]  # of a schedule that the config has
-[variants."PreFed, m reset"]            # compared as well, with step sizes tuned for another
+"client_lr.start" = [0.001, 0.003, 0.01]  # an option of the schedule in the config
+[variants."PreFed, m reset"]            # also compared, with the options tuned for `like`
 like = "prefed"
 momentum = "reset"
 
-Everything lies under one directory, so that studies of the same config share runs:
+All files are under one directory, and studies of the same config share runs:
 
 CONFIG/tuning.json                      every score on the validation split
-CONFIG/tuned.toml                       the best points, as a preset has them
-CONFIG/LABEL-seedN/                     a run directory for each line of the table and each seed
-STUDY.json, STUDY.md, STUDY.png         what it says
+CONFIG/tuned.toml                       the best points, in the format of a preset
+CONFIG/runs.jsonl.xz                    configs and records of the comparison (stored_runs.py)
+CONFIG/LABEL-seedN/                     a run of the comparison until all have ended
+STUDY.json, STUDY.md, STUDY.png         the results: numbers, table and figure
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import copy
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from importlib.resources import files
 from itertools import product
@@ -42,21 +44,22 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from prefed.algorithms import ALGORITHMS
+from prefed.core.deprecated import with_new_names
 from prefed.core.errors import PrefedError, RunFailed, did_you_mean, explain
-from prefed.core.safe_files import read_whole, write_whole
+from prefed.core.safe_files import lock, read_whole, write_whole
 from prefed.experiments.config import Config, assign, load, read_toml
 from prefed.experiments.config import read as read_config
 from prefed.experiments.jobs import Job, run_jobs
 from prefed.experiments.plans import OnEvent, Planned, run_all
-from prefed.experiments.stored_runs import StoredRun
+from prefed.experiments.stored_runs import StoredRun, load_archive, write_archive
 from prefed.experiments.sweep import final_score, on_edge
 
 Point = dict[str, Any]
-"""Options of an algorithm; a dot goes into a table, as in "client_lr.start"."""
+"""Options of an algorithm; "client_lr.start" is the key `start` of the table `client_lr`."""
 Scores = dict[str, float | None]
 """On the validation split, by `key`; None for a run that diverged."""
 Runs = dict[str, dict[int, StoredRun]]
-"""Those of the comparison that have come to their end, by label and seed."""
+"""Runs of the comparison that have ended, by label and seed."""
 
 
 class Tuning(BaseModel):
@@ -64,19 +67,19 @@ class Tuning(BaseModel):
 
     seeds: list[int] = [1000]
     rounds: PositiveInt | None = None
-    """Of a tuning run; as many as the config has if not given."""
+    """Of a tuning run; the `rounds` of the config if None."""
     validation: Annotated[float, Field(gt=0, lt=1)] = 0.1
 
 
 class Variant(BaseModel):
-    """A line of the table beside the tuned algorithms; all other keys are the algorithm's."""
+    """A line of the table besides the tuned algorithms. Other keys are options of the algorithm."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
     like: str
-    """The algorithm whose tuned options it takes."""
+    """The algorithm whose tuned options are used."""
     name: str | None = None
-    """The algorithm, if it is not that one."""
+    """The algorithm to run; `like` if None."""
 
 
 class Study(BaseModel):
@@ -85,26 +88,26 @@ class Study(BaseModel):
     title: str
     config: str
     set: list[str] = []
-    """Changes to the config, as `prefed run --set` takes them. An engine named here or in the
-    config makes results the same to the bit on machines of one kind; "auto" does not."""
+    """Changes to the config, in the syntax of `prefed run --set`. With an engine named here or in
+    the config, results are bitwise equal on machines of the same kind; not with "auto"."""
     seeds: PositiveInt = 3
     reference: str | None = None
     curves: list[str] = []
-    """The labels that are drawn round by round; all that are tuned unless given."""
+    """The labels to draw round by round; all tuned algorithms if empty."""
     ends: Literal["lines", "upload"] = "lines"
-    """What the ends of runs are drawn against."""
+    """What the final results are drawn against: one line per label, or megabytes uploaded."""
     tuning: Tuning = Tuning()
     grid: dict[str, dict[str, list[Any]]] = {}
-    """The options to try for each algorithm; without any, the tuned ones of the config are taken
-    for the algorithms in `algorithms`."""
+    """The options to try for each algorithm."""
     algorithms: list[str] = []
+    """Algorithms that are compared with the options that the config has tuned for them."""
     variants: dict[str, Variant] = {}
 
     @model_validator(mode="after")
     def _is_fair(self) -> Study:
         sizes = {name: len(self.points(name)) for name in self.grid}
         if len(set(sizes.values())) > 1:
-            raise ValueError(f"grid: every algorithm should have as many points, not {sizes}")
+            raise ValueError(f"grid: every algorithm needs the same number of points, not {sizes}")
         if shared := {*self.tuning.seeds} & {*range(self.seeds)}:
             raise ValueError(f"tuning.seeds: {shared} are seeds of the comparison")
         if self.reference is not None and self.reference not in self.compared():
@@ -117,7 +120,7 @@ class Study(BaseModel):
         return [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
 
     def compared(self) -> dict[str, tuple[str, str, Point]]:
-        """For each label: the algorithm, whose tuned options it takes, and its own options."""
+        """By label: the algorithm, the algorithm whose tuned options it uses, its own options."""
         lines: dict[str, tuple[str, str, Point]] = {}
         for name in (*self.grid, *self.algorithms):
             lines[ALGORITHMS.get(name).__name__] = (name, name, {})
@@ -127,7 +130,7 @@ class Study(BaseModel):
         return lines
 
     def make_config(self, algorithm: str, like: str, options: Point, *changes: str) -> Config:
-        """Options given here come before those that the config has tuned for `like`."""
+        """A config with the options tuned for `like`, overridden by `options`."""
         given = [f"algorithm={like}", "device=cpu", *self.set, *changes]
         whole = load(self.config, given).to_dict()
         whole["algorithm"] = merged(whole["algorithm"], {**options, "name": algorithm})
@@ -141,7 +144,7 @@ def studies() -> list[str]:
 
 
 def find(source: str) -> Path:
-    """The file of a study, given itself or by its name."""
+    """The file of a study, given by its path or its name."""
     if source in studies():
         return Path(str(files("prefed").joinpath("studies", f"{source}.toml")))
     if not Path(source).is_file():
@@ -150,7 +153,7 @@ def find(source: str) -> Path:
 
 
 def read(source: str) -> tuple[str, Study]:
-    """The name of a study, and what it says."""
+    """The name of a study, and its content."""
     path = find(source)
     try:
         return path.stem, Study.model_validate(read_toml(path))
@@ -158,8 +161,8 @@ def read(source: str) -> tuple[str, Study]:
         raise PrefedError("\n".join(explain(error, Study, prefix=f"{path.name}: "))) from None
 
 
-class Bench:
-    """A study at work in a directory."""
+class StudyRuns:
+    """The runs of a study in a directory: tuning and comparison."""
 
     def __init__(self, study: Study, out: Path) -> None:
         self.study = study
@@ -167,11 +170,12 @@ class Bench:
         self.folder = out / Path(study.config).stem
         self.folder.mkdir(parents=True, exist_ok=True)
         self.scores = self._read_scores()
+        self.archived = load_archive(self.folder)
 
     # ------------------------------------------------------------------------------- tuning
 
     def tuning(self) -> Iterator[tuple[str, Planned]]:
-        """Every run of the tuning with its key."""
+        """Every tuning run with its key."""
         study = self.study
         changes = [f"data.validation={study.tuning.validation}"]
         if study.tuning.rounds:
@@ -183,7 +187,7 @@ class Bench:
                 yield title, Planned(f"tuning {title}", config, self.folder)
 
     def tune(self, workers: int | None, on_event: OnEvent) -> None:
-        """Score what has no score yet; whatever was scored is on the disk at once."""
+        """Run the points that have no score yet. Each score is written as soon as it is known."""
         waiting = []
         for title, planned in self.tuning():
             if title in self.scores:
@@ -210,8 +214,8 @@ class Bench:
             write_whole(self.folder / "tuned.toml", self._tuned_toml())
 
     def best(self) -> dict[str, Point]:
-        """The best point of each algorithm whose tuning is complete: by the mean over seeds, with
-        any that diverged last, and the first of equals."""
+        """The point with the best mean score over seeds, for each algorithm with all its scores.
+        Points that diverged come last; of equal points the first is taken."""
         found = {}
         for name in self.study.grid:
             points = self.study.points(name)
@@ -243,7 +247,7 @@ class Bench:
         return "".join(lines)
 
     def _base(self) -> dict[str, Any]:
-        """What all scores have in common."""
+        """The part of the config that is the same for all scores."""
         name = next(iter(self.study.grid))
         whole = self.study.make_config(name, name, {}).to_dict()
         tuning = self.study.tuning
@@ -259,7 +263,8 @@ class Bench:
             return {}
         try:
             known = json.loads(read_whole(path))
-            config, scores = known["config"], dict(known["scores"])
+            config = with_new_names(known["config"], Config.RENAMED, warn=False)
+            scores = dict(known["scores"])
             right = all(v is None or isinstance(v, int | float) for v in scores.values())
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             right, config, scores = False, None, {}
@@ -272,7 +277,7 @@ class Bench:
     # --------------------------------------------------------------------------- comparison
 
     def comparison(self) -> Iterator[tuple[str, Planned]]:
-        """Every run of the comparison that can be planned by now, seed by seed."""
+        """Every run of the comparison whose options are known, with its label, seed by seed."""
         best = self.best()
         for seed in range(self.study.seeds):
             for label, (name, like, options) in self.study.compared().items():
@@ -284,45 +289,54 @@ class Bench:
                 yield label, Planned(f"{label} seed {seed}", config, folder)
 
     def compare(self, workers: int | None, on_event: OnEvent) -> None:
+        """Run what is not there yet, then archive all."""
         waiting = []
         for _, planned in self.comparison():
-            stored = planned.stored()
-            if stored is not None and came_to_its_end(stored):
+            if self._ended(planned) is not None:
                 on_event(planned, {"end": "known"})
             else:
                 waiting.append(planned)
         run_all(waiting, workers, on_event)
+        self._archive()
+
+    def _ended(self, planned: Planned) -> StoredRun | None:
+        stored = planned.stored(self.archived.get(planned.folder.name))
+        return stored if stored is not None and stored.has_ended else None
+
+    def _archive(self) -> None:
+        """Move runs that have ended from their directories into the archive."""
+        with lock(self.folder):  # another study of this config adds runs to the same file
+            self.archived = load_archive(self.folder)
+            ended = {p.folder: self._ended(p) for _, p in self.comparison() if p.stored()}
+            if new := [run for run in ended.values() if run is not None and not run.archived]:
+                write_archive(self.folder, [*self.archived.values(), *new])
+                self.archived = load_archive(self.folder)  # it can be read: nothing is lost below
+        for folder, run in ended.items():
+            if run is not None:
+                with lock(folder):
+                    shutil.rmtree(folder)
 
     def total(self) -> int:
-        """Runs of tuning and comparison together."""
+        """The number of runs of tuning and comparison together."""
         lines = len(self.study.compared()) * self.study.seeds
         return lines + sum(1 for _ in self.tuning())
 
     def runs(self) -> Runs:
         found: Runs = {}
         for label, planned in self.comparison():
-            stored = planned.stored()
-            if stored is not None and came_to_its_end(stored):
-                found.setdefault(label, {})[stored.seed] = stored
+            if (run := self._ended(planned)) is not None:
+                found.setdefault(label, {})[run.seed] = run
         return found
 
 
-def came_to_its_end(run: StoredRun) -> bool:
-    """All its rounds are there, or it diverged. Its model need not be: results that are kept or
-    passed on are configs and records."""
-    return run.status == "diverged" or (
-        bool(run.history) and run.history[-1]["round"] == run.config["rounds"]
-    )
-
-
 def key(name: str, point: Point, seed: int) -> str:
-    """A tuning run, in a line."""
+    """The key of a tuning run in tuning.json."""
     options = (f"{k}={_plain(v)}" for k, v in sorted(point.items()))
     return " ".join([name, *options, f"seed={seed}"])
 
 
 def merged(table: Point, point: Point) -> Point:
-    """The table with the options of a point set."""
+    """A copy of the table with the options of a point set."""
     result = copy.deepcopy(table)
     for path, value in point.items():
         assign(result, path.split("."), value, path)
@@ -330,7 +344,7 @@ def merged(table: Point, point: Point) -> Point:
 
 
 def _toml(value: Any) -> str:
-    """On one line, as presets have it."""
+    """TOML on one line, as in presets."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }"
     return tomli_w.dumps({"x": value}).partition(" = ")[2].strip()

@@ -114,4 +114,5 @@ def _diverged(groups: list[Group]) -> list[str]:
 
 
 def _commands(g: Group) -> list[str]:
-    return [f"prefed run {shlex.quote(str(run.folder / 'config.toml'))}" for run in g.runs]
+    paths = [run.folder / "config.toml" for run in g.runs if not run.archived]
+    return [f"prefed run {shlex.quote(str(path))}" for path in paths]

@@ -1,4 +1,4 @@
-"""What a study says: a table, a figure, and both as numbers."""
+"""The results of a study: a table, a figure, and the numbers of both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefed.core.safe_files import to_json, write_whole
 from prefed.experiments.measures import ACCURACY, LOSS, Measure, measure
 from prefed.experiments.stats import student_interval
 from prefed.experiments.stored_runs import StoredRun
-from prefed.experiments.study import Bench, Runs
+from prefed.experiments.study import Runs, StudyRuns
 from prefed.experiments.sweep import final_score
 from prefed.report.curves import COLOURS
 from prefed.report.figures import to_bytes
@@ -23,38 +23,39 @@ from prefed.report.figures import to_bytes
 Row = dict[str, Any]
 
 
-def write(bench: Bench, name: str) -> str:
-    """STUDY.json, STUDY.md and STUDY.png; the table is returned too."""
-    runs = bench.runs()
-    rows = summarise(runs, bench.study.reference)
-    best = bench.best()
+def write(study_runs: StudyRuns, name: str) -> str:
+    """Write STUDY.json, STUDY.md and STUDY.png, and return the table."""
+    study, runs = study_runs.study, study_runs.runs()
+    rows = summarise(runs, study.reference)
+    best = study_runs.best()
     record = {
-        "title": bench.study.title,
-        "config": bench.study.config,
+        "title": study.title,
+        "config": study.config,
         "tuned": best,
-        "at_the_edge": {n: e for n, p in best.items() if (e := bench.on_edge(n, p))},
+        "at_the_edge": {n: e for n, p in best.items() if (e := study_runs.on_edge(n, p))},
         "lines": rows,
     }
-    text = table(rows, bench.study.reference)
-    write_whole(bench.out / f"{name}.json", to_json(record, indent=1) + "\n")
-    write_whole(bench.out / f"{name}.md", text + "\n")
-    shown = bench.study.curves or list(bench.study.compared())[: len(bench.study.grid) or 8]
+    text = table(rows, study.reference)
+    write_whole(study_runs.out / f"{name}.json", to_json(record, indent=1) + "\n")
+    write_whole(study_runs.out / f"{name}.md", text + "\n")
+    shown = study.curves or list(study.compared())[: len(study.grid) or 8]
     if rows:
         chosen = {label: runs[label] for label in shown if label in runs}
-        picture = draw(rows, chosen, against_upload=bench.study.ends == "upload")
-        write_whole(bench.out / f"{name}.png", to_bytes(picture, "png"))
+        picture = draw(rows, chosen, against_upload=study.ends == "upload")
+        write_whole(study_runs.out / f"{name}.png", to_bytes(picture, "png"))
     return text
 
 
 def evaluations(run: StoredRun, by: Measure) -> list[tuple[int, float]]:
-    """(round, accuracy in per cent or loss) wherever it was evaluated."""
+    """(round, accuracy in per cent or loss) of every round with an evaluation."""
     found = ((r["round"], r.get(by.key)) for r in run.history)
     return [(round, by.scale * value) for round, value in found if value is not None]
 
 
-def unrest(run: StoredRun, by: Measure) -> float:
-    """How much the curve jumps: the spread of its evaluations around their own trend, in the
-    second half of the run, as the root mean square of second differences over sqrt(6)."""
+def jumps(run: StoredRun, by: Measure) -> float:
+    """How much the curve jumps in the second half of the run, in per cent or units of the loss: the
+    standard deviation of evaluations around their trend, estimated as the root mean square of
+    second differences over sqrt(6)."""
     values = [v for _, v in evaluations(run, by)]
     values = values[len(values) // 2 :]
     bends = [a - 2 * b + c for a, b, c in zip(values, values[1:], values[2:], strict=False)]
@@ -62,21 +63,21 @@ def unrest(run: StoredRun, by: Measure) -> float:
 
 
 def summarise(runs: Runs, reference: str | None) -> list[Row]:
-    """A row for each line with a run that came to its end, the best first."""
+    """A row for each label with a run that has ended, the best first."""
     by = measure([run for by_seed in runs.values() for run in by_seed.values()])
 
     def value(run: StoredRun) -> float:
         return by.sign * by.scale * final_score(run)
 
-    ended = {label: _ended(by_seed) for label, by_seed in runs.items()}
-    base = {s: value(run) for s, run in ended.get(reference or "", {}).items()}
+    completed = {label: _not_diverged(by_seed) for label, by_seed in runs.items()}
+    base = {s: value(run) for s, run in completed.get(reference or "", {}).items()}
     rows = []
     for label, by_seed in runs.items():
-        values = {seed: value(run) for seed, run in ended[label].items()}
+        values = {seed: value(run) for seed, run in completed[label].items()}
         paired = [values[s] - base[s] for s in values if s in base]
         first = next(iter(by_seed.values()))
         up = fmean(run.total("bytes_up") for run in by_seed.values())
-        whole = list(ended[label].values()) or [first]
+        whole = list(completed[label].values()) or [first]
         low, high = student_interval(list(values.values()))
         rows.append(
             {
@@ -88,7 +89,7 @@ def summarise(runs: Runs, reference: str | None) -> list[Row]:
                 "interval": (low, high),
                 "difference": fmean(paired) if paired and label != reference else None,
                 "difference_interval": student_interval(paired) if label != reference else None,
-                "jumps": {run.seed: unrest(run, by) for run in whole},
+                "jumps": {run.seed: jumps(run, by) for run in whole},
                 "diverged": len(by_seed) - len(values),
                 "megabytes_up": up / 1e6,
                 "vectors_up": up / first.total("bytes_down_weights"),
@@ -103,7 +104,7 @@ def _is_accuracy(rows: list[Row]) -> bool:
     return any(row["measure"] == ACCURACY.key for row in rows)
 
 
-def _ended(by_seed: dict[int, StoredRun]) -> dict[int, StoredRun]:
+def _not_diverged(by_seed: dict[int, StoredRun]) -> dict[int, StoredRun]:
     return {seed: run for seed, run in by_seed.items() if run.status != "diverged"}
 
 
@@ -144,27 +145,27 @@ def _with_interval(mean: float | None, interval: Sequence[float] | None, form: s
 
 
 def draw(rows: list[Row], shown: Runs, against_upload: bool) -> Figure:
-    """On the left the way there, round by round; on the right the end."""
+    """On the left the curves of `shown` by round, on the right the final results of all rows."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
-    ways, ends = figure.subplots(1, 2)
+    curves, ends = figure.subplots(1, 2)
     accuracy = _is_accuracy(rows)
     by = ACCURACY if accuracy else LOSS
     label = "test accuracy %" if accuracy else "test loss"
     styles = {name: _style(i) for i, name in enumerate(shown)}
     for name, by_seed in shown.items():
-        _curve(ways, list(_ended(by_seed).values()), by, name, *styles[name][:2])
-    ways.set(xlabel="round", ylabel=label, title="mean over seeds")
+        _curve(curves, list(_not_diverged(by_seed).values()), by, name, *styles[name][:2])
+    curves.set(xlabel="round", ylabel=label, title="mean over seeds")
     if not accuracy:
-        ways.set_yscale("log")
+        curves.set_yscale("log")
     (_against_upload if against_upload else _line_by_line)(
         ends, [row for row in rows if row["mean"] is not None], styles
     )
     ends.set(title="at the end, 95 % intervals")
     (ends.set_ylabel if against_upload else ends.set_xlabel)(label)
-    for axes in (ways, ends):
+    for axes in (curves, ends):
         axes.grid(alpha=0.25, lw=0.5)
         axes.tick_params(labelsize=8)
-    ways.legend(frameon=False, fontsize=7, ncols=2)
+    curves.legend(frameon=False, fontsize=7, ncols=2)
     return figure
 
 
@@ -173,13 +174,13 @@ PLAIN = ("#7f7f7f", "-", ".")
 
 
 def _line_by_line(axes: Axes, rows: list[Row], styles: Styles) -> None:
-    """A row for each line of the table, the best on top."""
+    """The final results, one line of the table above the other, the best on top."""
     low, high = _limits(rows)
     for place, row in enumerate(reversed(rows)):
         colour, _, marker = styles.get(row["label"], PLAIN)
         if low <= row["mean"] <= high:
             axes.errorbar(row["mean"], place, xerr=_bar(row), fmt=marker, color=colour, ms=6, lw=1)
-        else:  # an arrow to where it would be
+        else:  # outside of the axis: an arrow at its edge
             edge, arrow = (low, "<") if row["mean"] < low else (high, ">")
             axes.plot(edge, place, arrow, color=colour, ms=6, clip_on=False)
     axes.set_yticks(range(len(rows)), [row["label"] for row in reversed(rows)])
@@ -204,7 +205,7 @@ def _bar(row: Row) -> list[list[float]] | None:
 
 
 def _style(i: int) -> tuple[str, str, str]:
-    """A colour, a line and a marker: eight colours, then the same with another line and marker."""
+    """Colour, line style and marker of the i-th label; eight colours, then another line style."""
     return COLOURS[i % 8], ("-", "--", ":")[i // 8 % 3], "os^vDP*X"[i % 8]
 
 
@@ -220,10 +221,10 @@ def _curve(
 
 
 def _limits(rows: list[Row]) -> tuple[float, float]:
-    """Show what differs: a line that failed must not squeeze the others into one."""
+    """Limits of the axis of results; the results of algorithms that failed may be outside."""
     values = [row["mean"] for row in rows]  # the best first
     best, middle = values[0], values[len(values) // 2]
-    room = max(3 * abs(best - middle), 0.02 * abs(best))
-    room = max([room, *(1.05 * abs(v - best) for v in values if abs(v - best) < 3 * room)])
+    margin = max(3 * abs(best - middle), 0.02 * abs(best))
+    margin = max([margin, *(1.05 * abs(v - best) for v in values if abs(v - best) < 3 * margin)])
     up = _is_accuracy(rows)
-    return (best - room, best + room / 2) if up else (best - room / 2, best + room)
+    return (best - margin, best + margin / 2) if up else (best - margin / 2, best + margin)

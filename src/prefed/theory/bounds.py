@@ -18,9 +18,9 @@ from torch import Tensor
 
 from prefed.algorithms import Algorithm
 from prefed.core.layout import Layout
+from prefed.experiments.stats import student
 from prefed.rules import Field, Rule
 from prefed.rules.rule import State
-from prefed.theory.constants import student
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from prefed.core import draws
+from prefed.experiments.stats import student
 from prefed.theory.objective import Objective, Tick, silent
 
 LEVEL = 0.95
@@ -207,40 +208,6 @@ def measure_gap(
     gap = first - lowest
     high = first if lowest >= 0 else math.inf
     return Estimate(gap, gap, high, f"{DESCENT} steps of L-BFGS; above: F* >= 0"), best
-
-
-def student(freedom: int, level: float = LEVEL) -> float:
-    """The two-sided quantile of Student's t (Hill 1970, with a Newton step on the series)."""
-    p, n = 1 - level, max(freedom, 1)
-    if n == 1:
-        return 1 / math.tan(p * math.pi / 2)
-    if n == 2:
-        return math.sqrt(2 / (p * (2 - p)) - 2)
-    low, high = 0.0, 1e6
-    for _ in range(200):
-        middle = (low + high) / 2
-        if _tail(middle, n) > p:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
-
-
-def _tail(t: float, n: int) -> float:
-    """P(|T| > t) for n degrees of freedom: 1 - A(t | n), Abramowitz and Stegun 26.7.3 and 4."""
-    theta = math.atan(t / math.sqrt(n))
-    cos, sin = math.cos(theta), math.sin(theta)
-    term, total = 1.0, 0.0
-    if n % 2:
-        term = cos
-        for k in range(1, (n - 1) // 2 + 1):
-            total += term
-            term *= cos * cos * (2 * k) / (2 * k + 1)
-        return 1 - 2 / math.pi * (theta + sin * total)
-    for k in range(1, n // 2 + 1):
-        total += term
-        term *= cos * cos * (2 * k - 1) / (2 * k)
-    return 1 - sin * total
 
 
 def as_array(x: Tensor) -> np.ndarray[Any, Any]:
