@@ -4,8 +4,6 @@ The names below are loaded when they are first used, so that `prefed --help` ans
 without importing torch. What they are is listed once, in `prefed._api`.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

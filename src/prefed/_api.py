@@ -1,8 +1,8 @@
 """The public names."""
 
 from prefed import optim
+from prefed.algorithms import ALGORITHMS, Algorithm, average, derived, keep, reset
 from prefed.algorithms.adaalter import AdaAlter
-from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
 from prefed.algorithms.fedavg import FedAvg, FedAvgM
 from prefed.algorithms.fedopt import FedAdagrad, FedAdam, FedYogi
 from prefed.algorithms.fedprox import FedProx
@@ -12,7 +12,6 @@ from prefed.algorithms.prefedlite import PreFedLite
 from prefed.algorithms.prefedopt import PreFedOpt
 from prefed.algorithms.prefedsync import PreFedSync
 from prefed.algorithms.scaffold import SCAFFOLD
-from prefed.algorithms.sharing import average, derived, keep, reset
 from prefed.codecs import CODECS
 from prefed.core import schedule
 from prefed.core.errors import Diverged, Interrupted, PrefedError
@@ -20,7 +19,7 @@ from prefed.core.schedule import Rate
 from prefed.data import DATASETS, SPLITS, FederatedData, Partition
 from prefed.experiments.stored_runs import load_runs, to_pandas
 from prefed.models import MODELS
-from prefed.rules.rule import Field, Rule
+from prefed.rules import Field, Rule
 from prefed.training.diagnostics import CollapseWarning
 from prefed.training.engines import ENGINES, EngineWarning
 from prefed.training.observers import Callback

@@ -1,7 +1,5 @@
 """Modules that have moved: their old names still import, with a warning."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """The paper's local rule as a torch optimiser, for training loops of your own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal
 

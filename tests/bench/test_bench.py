@@ -8,7 +8,7 @@ import torch
 
 from prefed.bench.bare import LR, Client
 from prefed.bench.ratios import bench_config, interleaved
-from prefed.bench.workloads import ResNet18, w1
+from prefed.bench.workloads import _resnet18, w1
 from prefed.experiments.config import load
 
 
@@ -34,7 +34,7 @@ def test_the_bare_loop_is_fedavg() -> None:
 
 
 def test_resnet_has_the_shape_it_says() -> None:
-    model = ResNet18()
+    model = _resnet18(16)
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
     assert sum(p.numel() for p in model.parameters()) == 701_466
 

@@ -99,7 +99,7 @@ PROTECTIONS = [
     ),
     protection(
         "the quorum", "clients.dropped",
-        ("training/run.py", "return len(answers) >= self.settings.quorum", "return bool(answers)"),
+        ("training/run.py", "if len(answers) >= settings.quorum:", "if answers:"),
         ("training/run.py", "if arrived is not None and arrived.clients >= settings.quorum:",
          "if arrived is not None:"),
     ),

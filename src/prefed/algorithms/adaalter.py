@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from pydantic import NonNegativeFloat, PositiveFloat
@@ -9,8 +7,7 @@ from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
 from prefed.algorithms.sharing import Policy, average
 from prefed.core.layout import Layout
 from prefed.core.schedule import Rate
-from prefed.rules import AdaGrad, Field, Rule
-from prefed.rules.rule import State
+from prefed.rules import AdaGrad, Field, Rule, State
 
 
 @ALGORITHMS.register("adaalter")

@@ -1,7 +1,5 @@
 """What an algorithm is: a value made of three choices."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, ValidationError
@@ -12,10 +10,9 @@ from prefed.codecs import CodecName
 from prefed.core.errors import PrefedError, explain
 from prefed.core.registry import Registry
 from prefed.core.schedule import Rate
-from prefed.rules import SGD, Rule
-from prefed.rules.rule import State
+from prefed.rules import SGD, Rule, State
 
-ALGORITHMS: Registry[type[Algorithm]] = Registry("algorithm", "prefed.algorithms")
+ALGORITHMS: "Registry[type[Algorithm]]" = Registry("algorithm", "prefed.algorithms")
 
 
 class Algorithm(BaseModel):

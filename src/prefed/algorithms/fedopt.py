@@ -1,7 +1,5 @@
 """Reddi et al. 2021, Adaptive Federated Optimization: SGD on the clients, an adaptive server."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import NonNegativeFloat, PositiveFloat

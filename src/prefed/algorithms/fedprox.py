@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from pydantic import NonNegativeFloat
@@ -8,8 +6,7 @@ from torch import Tensor
 from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
 from prefed.core.layout import Layout
 from prefed.core.schedule import Rate
-from prefed.rules import Field, Rule
-from prefed.rules.rule import State
+from prefed.rules import Field, Rule, State
 
 
 @ALGORITHMS.register("fedprox")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import model_validator
@@ -10,8 +8,7 @@ from prefed.algorithms.preconditioned import Preconditioned
 from prefed.algorithms.sharing import Policy, average, derived, keep, reset
 from prefed.codecs import CodecName, codec
 from prefed.core.schedule import Rate
-from prefed.rules import Rule
-from prefed.rules.rule import State
+from prefed.rules import Rule, State
 
 
 @ALGORITHMS.register("prefed")
@@ -40,7 +37,7 @@ class PreFed(Preconditioned):
     }
 
     @model_validator(mode="after")
-    def _fits(self) -> PreFed:
+    def _fits(self) -> "PreFed":
         if self.shape != "diagonal" and self.momentum == "derived":
             raise ValueError('momentum="derived" needs shape="diagonal"')
         if not codec(self.m_codec).signed:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -8,8 +6,7 @@ from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
 from prefed.algorithms.sharing import Policy, average, keep
 from prefed.core.layout import Layout
 from prefed.core.schedule import Rate
-from prefed.rules import Field, Rule
-from prefed.rules.rule import State
+from prefed.rules import Field, Rule, State
 
 
 @ALGORITHMS.register("scaffold")

@@ -1,7 +1,5 @@
 """Sharing policies: what happens to a piece of client state at the end of a round."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,7 +19,7 @@ class Policy:
         """Whether it goes up in this round (from 0)."""
         return self.kind == "average" and (round < ALWAYS or round % self.every == 0)
 
-    def in_rounds(self, every: int) -> Policy:
+    def in_rounds(self, every: int) -> "Policy":
         """The same, sent only in rounds whose number is a multiple of `every`."""
         return replace(self, every=every)
 

@@ -5,8 +5,6 @@ are channels_last, and clients run on several cores at once: in threads, or in p
 the data and wait for weights. The best of them is what prefed is compared with.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any

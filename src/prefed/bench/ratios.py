@@ -1,7 +1,5 @@
 """Rounds of prefed and of the bare loops in turn, so that a busy moment of the machine hits all."""
 
-from __future__ import annotations
-
 import resource
 import statistics
 import time

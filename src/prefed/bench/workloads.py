@@ -1,18 +1,17 @@
 """What is measured: three workloads of increasing model size, and the user's own config."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from prefed.data import FederatedData, Partition
 from prefed.models.cnn import cnn
 from prefed.models.mlp import mlp
+from prefed.models.resnet import resnet18
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,12 @@ def w2() -> Workload:
 def w3() -> Workload:
     data = _random_data(20, 100, (3, 32, 32), 10)
     title = "W3: 4 of 20 clients, ResNet-18 of 16-32-64-128 channels, GroupNorm, K=5, batch 32"
-    return Workload(title, ResNet18, data, 4, 5, 32)
+    return Workload(title, lambda: _resnet18(16), data, 4, 5, 32)
 
 
 def w4() -> Workload:
     title = "W4: 2 of 20 clients, ResNet-18 at full width, GroupNorm, K=2, batch 8"
-    return Workload(title, lambda: ResNet18(64), w3().data, 2, 2, 8)
+    return Workload(title, lambda: _resnet18(64), w3().data, 2, 2, 8)
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {"W1": w1, "W2": w2, "W3": w3, "W4": w4}
@@ -60,42 +59,5 @@ def _random_data(clients: int, each: int, shape: tuple[int, ...], classes: int) 
     return FederatedData(Partition(x, y, parts))
 
 
-class ResNet18(nn.Module):
-    def __init__(self, width: int = 16, classes: int = 10) -> None:
-        super().__init__()
-        stages = [width << i for i in range(4)]
-        layers: list[nn.Module] = [_conv(3, width), _norm(width), nn.ReLU()]
-        for before, after in zip([width, *stages], stages, strict=False):
-            layers += [_Residual(before, after, 1 if before == after else 2)]
-            layers += [_Residual(after, after, 1)]
-        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(stages[-1], classes)]
-        self.layers = nn.Sequential(*layers, *head)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layers(x)
-        return output
-
-
-class _Residual(nn.Module):
-    def __init__(self, before: int, after: int, stride: int) -> None:
-        super().__init__()
-        self.main = nn.Sequential(
-            _conv(before, after, 3, stride), _norm(after), nn.ReLU(),
-            _conv(after, after), _norm(after),
-        )  # fmt: skip
-        same = before == after and stride == 1
-        self.short = (
-            nn.Identity() if same else nn.Sequential(_conv(before, after, 1, stride), _norm(after))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = (self.main(x) + self.short(x)).relu()
-        return output
-
-
-def _conv(before: int, after: int, kernel: int = 3, stride: int = 1) -> nn.Module:
-    return nn.Conv2d(before, after, kernel, stride, kernel // 2, bias=False)
-
-
-def _norm(channels: int) -> nn.Module:
-    return nn.GroupNorm(8, channels)
+def _resnet18(width: int) -> nn.Module:
+    return resnet18((3, 32, 32), 10, width, groups=8)

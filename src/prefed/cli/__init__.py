@@ -1,7 +1,5 @@
 """The command line. Commands import what they need when they run: --help does not load torch."""
 
-from __future__ import annotations
-
 import signal
 import sys
 
@@ -32,28 +30,21 @@ for name, group in (("data", data_command), ("theory", theory_command)):
 
 def main() -> None:
     """Exit codes: 0 done, 2 bad usage or config, 1 a run that failed, 130 interrupted."""
-    from prefed.core.errors import (
-        CannotWrite,
-        Diverged,
-        Interrupted,
-        PrefedError,
-        RankLost,
-        RunFailed,
-    )
+    from prefed.core import errors
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that everything is closed
     try:
         app()
-    except PrefedError as error:
+    except errors.PrefedError as error:
         code, text = 2, "\n".join(f"error: {line}" for line in str(error).splitlines())
-    except Diverged as error:
+    except errors.Diverged as error:
         code, text = 1, f"diverged: {error}"
-    except (CannotWrite, RankLost, RunFailed) as error:
+    except (errors.CannotWrite, errors.RankLost, errors.RunFailed) as error:
         code, text = 1, f"error: {error}"
-    except Interrupted as error:
-        code, text = 130, f"{error}; go on with --resume"
+    except errors.Interrupted as error:
+        code, text = 130, f"{error}; continue with --resume"
     except KeyboardInterrupt:
-        code, text = 130, "stopped; go on with --resume"
+        code, text = 130, "stopped; continue with --resume"
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         code, text = 1, f"error: {where}{error.strerror or error}"

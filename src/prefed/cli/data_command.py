@@ -1,7 +1,5 @@
 """prefed data ls, get, check, show."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -89,8 +87,8 @@ def show(
     """Show how a config divides its data: sizes, classes per client, heterogeneity."""
     import numpy as np
 
+    from prefed.data import Partition
     from prefed.data.describe import DRAWN, class_counts, draw, heterogeneity, summary
-    from prefed.data.federated import Partition
     from prefed.experiments.config import load
 
     dataset, data = load(config, set).make_data()

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -43,7 +41,7 @@ def deploy(
     """
     from prefed.cli.progress import RoundBar, show_warnings_plainly
     from prefed.cli.run_command import new_folder
-    from prefed.core.errors import Interrupted
+    from prefed.core.errors import Interrupted, checked
     from prefed.experiments.config import load
     from prefed.experiments.measures import describe
     from prefed.flower import require_flower
@@ -57,13 +55,9 @@ def deploy(
     from prefed.flower.deployment_options import Options
 
     loaded = load(config, set)
-    options = Options.checked(
-        min_fraction=min_fraction,
-        retries=retries,
-        round_seconds=round_seconds,
-        join_seconds=join_seconds,
-        norm_cap=norm_cap,
-    )
+    given = (min_fraction, retries, round_seconds, join_seconds, norm_cap)
+    names = ("min_fraction", "retries", "round_seconds", "join_seconds", "norm_cap")
+    options = checked(Options, dict(zip(names, given, strict=True)))
     if write is not None:
         from prefed.flower.write import write_app
 

@@ -1,10 +1,8 @@
 """Ctrl-C: once finishes the round and saves, twice stops at once."""
 
-from __future__ import annotations
-
 import signal
 import sys
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 
@@ -26,16 +24,11 @@ class StopOnSignal:
         if not self._quiet:
             print("finishing the round; once more to stop at once", file=sys.stderr, flush=True)
 
-    def __enter__(self) -> StopOnSignal:
+    def __enter__(self) -> "StopOnSignal":
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -1,7 +1,5 @@
 """What many runs are doing: a table that is redrawn on a terminal, a line per run elsewhere."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -28,7 +26,7 @@ class LiveRuns:
         if console.is_terminal and not quiet:
             self.live = Live(console=console, refresh_per_second=6, get_renderable=self._draw)
 
-    def __enter__(self) -> LiveRuns:
+    def __enter__(self) -> "LiveRuns":
         if self.live:
             self.live.start()
         return self

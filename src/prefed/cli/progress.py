@@ -1,7 +1,5 @@
 """Progress: a bar on a terminal, a plain line elsewhere."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import warnings
@@ -21,7 +19,6 @@ from rich.progress import (
 from prefed.core.safe_files import to_json
 from prefed.experiments.measures import describe
 from prefed.training.observers import Callback
-from prefed.training.run import Result
 
 
 class Bar(Callback):
@@ -40,18 +37,15 @@ class Bar(Callback):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.on_stop("")
+        self.close()
 
     def on_start(self, config: dict[str, Any]) -> None:
         if self._progress is not None:
             self._progress.start()
 
-    def on_stop(self, reason: str) -> None:
+    def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
-
-    def on_end(self, result: Result) -> None:
-        self.on_stop("")
 
 
 class RoundBar(Bar):

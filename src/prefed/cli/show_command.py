@@ -1,7 +1,5 @@
 """prefed ls, cat, validate: what there is, and whether a config is right."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """Tables for the terminal."""
 
-from __future__ import annotations
-
 import math
 
 from rich import box

@@ -1,7 +1,5 @@
 """prefed theory constants, bounds, noise."""
 
-from __future__ import annotations
-
 import typer
 
 from prefed.cli.options import Changes, Out, Quiet, Source

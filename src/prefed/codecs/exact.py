@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from torch import Tensor
 
 from prefed.codecs.interface import CODECS, Codec, Form, Noise, Parts

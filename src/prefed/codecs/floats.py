@@ -5,8 +5,6 @@ proportion that its expectation is the number itself (up to the 16 bits of the d
 that are not finite become NaN.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

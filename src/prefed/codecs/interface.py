@@ -1,7 +1,5 @@
 """What a codec is."""
 
-from __future__ import annotations
-
 import math
 import re
 from abc import ABC, abstractmethod

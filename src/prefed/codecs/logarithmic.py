@@ -1,7 +1,5 @@
 """8 or 4 bits on a logarithmic scale, for P: what counts there is the ratio."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from typing import ClassVar

@@ -4,8 +4,6 @@ Both are projections: what is kept (the means) is exact, and what is lost has th
 that error feedback would add nothing. Zero is decoded only where a whole group is zero.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 
 import torch

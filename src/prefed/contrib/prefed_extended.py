@@ -1,14 +1,11 @@
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import PositiveInt, model_validator
 
-from prefed.algorithms import ALGORITHMS
+from prefed.algorithms import ALGORITHMS, Policy
 from prefed.algorithms.prefed import PreFed
 from prefed.algorithms.prefedlite import PreFedLite
-from prefed.algorithms.sharing import Policy
-from prefed.rules.rule import State
+from prefed.rules import State
 
 
 @ALGORITHMS.register("prefedextended")
@@ -28,7 +25,7 @@ class PreFedExtended(PreFed):
     aggregate: Literal["mean", "sqrtP"] = "mean"
 
     @model_validator(mode="after")
-    def _is_diagonal(self) -> PreFedExtended:
+    def _is_diagonal(self) -> "PreFedExtended":
         if self.shape != "diagonal" and self.aggregate == "sqrtP":
             raise ValueError('aggregate="sqrtP" needs shape="diagonal"')
         return self

@@ -1,7 +1,5 @@
 """Names that have changed and still work."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ into a counter-based generator (Philox): (seed, purpose) is its key, (round, cli
 counter.
 """
 
-from __future__ import annotations
-
 import threading
 import zlib
 from collections.abc import Sequence

@@ -1,13 +1,13 @@
 """What can go wrong, in words for the person who has to mend it."""
 
-from __future__ import annotations
-
 import difflib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
+
+    M = TypeVar("M", bound=BaseModel)
 
 
 class PrefedError(ValueError):
@@ -52,7 +52,7 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
     return f"; known: {', '.join(names)}" if names else ""
 
 
-def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") -> list[str]:
+def explain(error: "ValidationError", model: "type[BaseModel]", prefix: str = "") -> list[str]:
     """One line for each thing wrong: the key's path, what was expected, the nearest name."""
     lines = []
     for item in error.errors():
@@ -73,6 +73,16 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
         else:
             lines.append(f"{where}: {_text(item)}, not {shown(item['input'])}")
     return list(dict.fromkeys(lines))
+
+
+def checked(model: "type[M]", values: Mapping[str, Any], prefix: str = "") -> "M":
+    """The pydantic model of these values, or a PrefedError with a line for each thing wrong."""
+    from pydantic import ValidationError
+
+    try:
+        return model(**values)
+    except ValidationError as error:
+        raise PrefedError("\n".join(explain(error, model, prefix))) from None
 
 
 def shown(value: Any) -> str:
@@ -102,7 +112,7 @@ def _keys(path: tuple[int | str, ...]) -> list[str]:
     return keys
 
 
-def _model_at(model: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
+def _model_at(model: "type[BaseModel]", path: list[str]) -> "type[BaseModel] | None":
     from pydantic import BaseModel
 
     for part in path:

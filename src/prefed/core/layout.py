@@ -8,8 +8,6 @@ Buffers (BatchNorm statistics, counters) form a second vector. It is averaged ov
 never preconditioned; counters travel as numbers of the weights' type and are rounded on arrival.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable
@@ -59,7 +57,7 @@ class Layout:
     size: int
 
     @classmethod
-    def of(cls, tensors: Iterable[tuple[str, Tensor]]) -> Layout:
+    def of(cls, tensors: Iterable[tuple[str, Tensor]]) -> "Layout":
         entries, offset = [], 0
         for name, tensor in tensors:
             dense = torch.empty_like(tensor, memory_format=torch.preserve_format)

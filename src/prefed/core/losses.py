@@ -1,7 +1,5 @@
 """The loss of a task, where none is given: its targets say which."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss

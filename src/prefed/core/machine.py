@@ -1,7 +1,5 @@
 """What this machine has."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -4,8 +4,6 @@ A thing is added by writing one file: a module inside the registry's package reg
 when it is imported, and a thing of the user's own is named "module:attribute".
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import sys

@@ -1,7 +1,5 @@
 """Files that appear whole or not at all, and directories that one process has to itself."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

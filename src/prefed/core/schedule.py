@@ -4,8 +4,6 @@ A schedule is a function of the round (counted from 0), and a value that can sta
 `client_lr = {schedule = "step", start = 0.05, decay = 0.1, every = 20}`.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any, Literal
 
@@ -49,7 +47,7 @@ class Cosine(_Schedule):
 class Warmup(_Schedule):
     schedule: Literal["warmup"] = "warmup"
     rounds: PositiveInt
-    then: Rate
+    then: "Rate"
 
     def __call__(self, round: int) -> float:
         if round >= self.rounds:

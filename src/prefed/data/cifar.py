@@ -1,7 +1,5 @@
 """CIFAR-10 and CIFAR-100 from their official files, binary or pickled Python layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal

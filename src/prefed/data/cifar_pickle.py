@@ -6,8 +6,6 @@ is not loaded: this walks over its opcodes, does what those that the format need
 stops at any other. Nothing is imported and nothing is called; an array is three checked values.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import pickletools

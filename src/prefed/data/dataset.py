@@ -1,7 +1,5 @@
 """Data sets and splits by name."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +49,7 @@ class Dataset:
         """How many classes there are in y, which holds labels."""
         return self.classes or int(self.y.max()) + 1
 
-    def with_input_as_target(self) -> Dataset:
+    def with_input_as_target(self) -> "Dataset":
         """The same for a model that gives back its input; y is for the split alone."""
         if self.augment is not None:
             raise PrefedError(
@@ -69,7 +67,7 @@ class Dataset:
             return x.to(torch.get_default_dtype()) / self.scale
         return x
 
-    def hold_out(self, share: float, generator: np.random.Generator) -> Dataset:
+    def hold_out(self, share: float, generator: np.random.Generator) -> "Dataset":
         """The same with a share of the training samples in place of the test samples."""
         order = torch.from_numpy(generator.permutation(len(self.y)))
         cut = max(1, round(share * len(order)))

@@ -1,7 +1,5 @@
 """What is in a directory of data files, and what a split looks like."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +85,7 @@ DRAWN = 200
 """Clients in a picture: with more, bars would be thinner than pixels."""
 
 
-def draw(dataset: Dataset, data: FederatedData) -> Figure:
+def draw(dataset: Dataset, data: FederatedData) -> "Figure":
     """A bar for each of the first clients, divided by class; its size if there are no labels."""
     from matplotlib.figure import Figure
 

@@ -1,7 +1,5 @@
 """Downloading data sets: resumed where it broke off, verified, unpacked with nothing outside."""
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import os

@@ -1,7 +1,5 @@
 """Samples, and samples divided among clients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -56,7 +54,7 @@ class Parts(Sequence["np.ndarray[Any, Any]"]):
         self.order, self.ends = order, ends
 
     @classmethod
-    def of(cls, parts: Sequence[np.ndarray[Any, Any]]) -> Parts:
+    def of(cls, parts: Sequence[np.ndarray[Any, Any]]) -> "Parts":
         if isinstance(parts, Parts):
             return parts
         ends = np.cumsum([len(part) for part in parts])

@@ -1,7 +1,5 @@
 """The IDX family: MNIST, Fashion-MNIST, KMNIST and the parts of EMNIST; plain or .gz."""
 
-from __future__ import annotations
-
 import struct
 from math import prod
 from pathlib import Path
@@ -28,7 +26,7 @@ EMNIST_IMAGES = 814_255
 def mnist(path: str | None = None, complete: bool = True) -> Dataset:
     """70,000 handwritten digits of 28 x 28 pixels, 10,000 of them for testing.
 
-    path      holds the four idx files, plain or .gz, or a folder mnist with them
+    path      holds the four idx files, plain or .gz, or a folder with the data set's name
     complete  false accepts files with fewer images than the official ones have
     """
     return _like_mnist("mnist", path, complete, 0.1307, 0.3081)
@@ -38,8 +36,7 @@ def mnist(path: str | None = None, complete: bool = True) -> Dataset:
 def fashion_mnist(path: str | None = None, complete: bool = True, augment: bool = False) -> Dataset:
     """70,000 pictures of clothes of 28 x 28 pixels in 10 classes, 10,000 of them for testing.
 
-    path      holds the four idx files, plain or .gz, or a folder fashion-mnist with them
-    complete  false accepts files with fewer images than the official ones have
+    path, complete  as of mnist
     augment   in training, move each image by up to 4 pixels and mirror half of them
     """
     return _like_mnist("fashion-mnist", path, complete, 0.2860, 0.3530, augment)
@@ -49,8 +46,7 @@ def fashion_mnist(path: str | None = None, complete: bool = True, augment: bool 
 def kmnist(path: str | None = None, complete: bool = True) -> Dataset:
     """70,000 cursive Japanese characters of 28 x 28 pixels in 10 classes, 10,000 for testing.
 
-    path      holds the four idx files, plain or .gz, or a folder kmnist with them
-    complete  false accepts files with fewer images than the official ones have
+    path, complete  as of mnist
     """
     return _like_mnist("kmnist", path, complete, 0.1918, 0.3483)
 

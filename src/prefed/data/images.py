@@ -1,7 +1,5 @@
 """Batches of images on their way to the model: they stay uint8 until the last moment."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

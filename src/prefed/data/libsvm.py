@@ -1,7 +1,5 @@
 """LIBSVM text: a line per sample, `label index:value index:value ...`, indices from 1 upwards."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from pathlib import Path
@@ -101,10 +99,10 @@ def _line(
     words: list[bytes],
     features: int,
     row: int,
-    rows: array[int],
-    columns: array[int],
-    values: array[float],
-    labels: array[float],
+    rows: "array[int]",
+    columns: "array[int]",
+    values: "array[float]",
+    labels: "array[float]",
 ) -> None:
     last = 0
 

@@ -1,7 +1,5 @@
 """Arrays of the user's own, in an .npz file."""
 
-from __future__ import annotations
-
 import math
 import zipfile
 import zlib

@@ -1,7 +1,5 @@
 """Where data files are, and reading them without trusting them."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import os

@@ -1,7 +1,5 @@
 """Plays as plain text, divided by speaker, for next-character prediction."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

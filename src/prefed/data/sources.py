@@ -1,7 +1,5 @@
 """Official addresses and published checksums of the data sets that can be downloaded."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -4,8 +4,6 @@ A split returns `Parts`, two index arrays, and is written without a loop over Py
 client where it can be: a million clients take seconds.
 """
 
-from __future__ import annotations
-
 import heapq
 from typing import Any
 

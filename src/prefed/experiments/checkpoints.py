@@ -8,8 +8,6 @@ A checkpoint is written under another name and renamed when all of it is on the 
 newest are kept, so that damage to one leaves the other.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -13,8 +13,6 @@ name = "mlp"
 server_lr = 0.01
 """
 
-from __future__ import annotations
-
 import inspect
 import tomllib
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ A worker is `python -m prefed.experiments.jobs`. It reads one job per line of JS
 and writes events as lines of JSON on standard output: nothing but JSON crosses between processes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue

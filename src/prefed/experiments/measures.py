@@ -1,7 +1,5 @@
 """What runs are ranked by: test accuracy where there are labels, test loss elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

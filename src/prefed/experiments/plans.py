@@ -1,7 +1,5 @@
 """Many runs for one question: comparisons of algorithms, and sweeps over options."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What several runs say together: groups of seeds, ranked, with intervals and paired tests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

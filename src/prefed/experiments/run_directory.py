@@ -7,8 +7,6 @@ checkpoints/         the two newest (checkpoints.py)
 model.safetensors    the final weights under the model's own names
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -98,7 +96,7 @@ class RunDirectory(Callback):
     @classmethod
     def open(
         cls, folder: Path, config: Config, resume: bool, seconds_between: float | None = None
-    ) -> RunDirectory:
+    ) -> "RunDirectory":
         """The directory if this config may be run there; otherwise an error that says why."""
         existing = folder / "config.toml"
         is_new, text = not existing.exists(), tomli_w.dumps(config.to_dict())

@@ -1,7 +1,5 @@
 """Statistics over seeds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import product

@@ -4,8 +4,6 @@ An archive, runs.jsonl.xz, has a line for each run that has ended, in the order 
 {"run": "FedAvg-seed0", "config": {"rounds": 60, ...}, "records": [{"round": 1, ...}, ...]}
 """
 
-from __future__ import annotations
-
 import json
 import lzma
 from collections.abc import Iterable
@@ -177,7 +175,7 @@ def load_runs(*folders: str | Path) -> list[StoredRun]:
     return runs
 
 
-def to_pandas(*folders: str | Path) -> pandas.DataFrame:
+def to_pandas(*folders: str | Path) -> "pandas.DataFrame":
     """One row per round of every run, with its directory, algorithm, seed and algorithm options."""
     try:
         import pandas

@@ -26,8 +26,6 @@ CONFIG/LABEL-seedN/                     a run of the comparison until all have e
 STUDY.json, STUDY.md, STUDY.png         the results: numbers, table and figure
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -41,11 +39,11 @@ from statistics import fmean
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from prefed.algorithms import ALGORITHMS
 from prefed.core.deprecated import with_new_names
-from prefed.core.errors import PrefedError, RunFailed, did_you_mean, explain
+from prefed.core.errors import PrefedError, RunFailed, checked, did_you_mean
 from prefed.core.safe_files import lock, read_whole, write_whole
 from prefed.experiments.config import Config, assign, load, read_toml
 from prefed.experiments.config import read as read_config
@@ -104,7 +102,7 @@ class Study(BaseModel):
     variants: dict[str, Variant] = {}
 
     @model_validator(mode="after")
-    def _is_fair(self) -> Study:
+    def _is_fair(self) -> "Study":
         sizes = {name: len(self.points(name)) for name in self.grid}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"grid: every algorithm needs the same number of points, not {sizes}")
@@ -155,10 +153,7 @@ def find(source: str) -> Path:
 def read(source: str) -> tuple[str, Study]:
     """The name of a study, and its content."""
     path = find(source)
-    try:
-        return path.stem, Study.model_validate(read_toml(path))
-    except ValidationError as error:
-        raise PrefedError("\n".join(explain(error, Study, prefix=f"{path.name}: "))) from None
+    return path.stem, checked(Study, read_toml(path), prefix=f"{path.name}: ")
 
 
 class StudyRuns:

@@ -1,7 +1,5 @@
 """Sweeps: try values of config keys, choose on a validation split, test the choice once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Trackers as callbacks: TensorBoard, MLflow, Weights & Biases (the extra `tracking`)."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path
@@ -10,7 +8,6 @@ from typing import Any
 from prefed.core.errors import PrefedError, did_you_mean
 from prefed.experiments.ranking import flatten
 from prefed.training.observers import Callback
-from prefed.training.run import Result
 from prefed.training.trainer import Record
 
 
@@ -36,14 +33,6 @@ class _Tracker(Callback):
         except ImportError:
             name = type(self).__name__
             raise PrefedError(f"{name} is not installed: pip install 'prefed[tracking]'") from None
-
-    def on_end(self, result: Result) -> None:
-        self.close()
-
-    def on_stop(self, reason: str) -> None:
-        self.close()
-
-    def close(self) -> None: ...
 
 
 class TensorBoard(_Tracker):

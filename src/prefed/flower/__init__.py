@@ -7,8 +7,6 @@
 Names are loaded when they are first used: a node answers a query without loading torch.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from typing import Any

@@ -1,7 +1,5 @@
 """The updates of one cohort: accepted or refused, and added up as they arrive."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from logging import WARNING
 

@@ -1,7 +1,5 @@
 """The ClientApp of a deployed config: local_update, behind a message."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -104,7 +102,7 @@ def _train(text: str, own: OwnData | None, asked: RecordDict, context: Context) 
     return reply
 
 
-def _own_data(data: FederatedData, samples: Any) -> FederatedData:
+def _own_data(data: "FederatedData", samples: Any) -> "FederatedData":
     """The config's data with this node's samples in place of every client's."""
     from prefed.core.losses import are_labels
     from prefed.data import FederatedData

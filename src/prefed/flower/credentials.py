@@ -1,7 +1,5 @@
 """TLS certificates and node keys for a deployment on one machine."""
 
-from __future__ import annotations
-
 import datetime
 import ipaddress
 import os

@@ -1,13 +1,11 @@
 """How a deployed run deals with nodes that are late, gone or not to be trusted."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from prefed.core.deprecated import with_new_names
-from prefed.core.errors import PrefedError, explain
+from prefed.core.errors import checked
 
 RENAMED = {"quorum": "min-fraction"}
 """Old names in a run config."""
@@ -30,20 +28,13 @@ class Options(BaseModel):
     """The largest norm of a client's change of the weights that is accepted."""
 
     @classmethod
-    def from_run_config(cls, table: dict[str, Any]) -> Options:
+    def from_run_config(cls, table: dict[str, Any]) -> "Options":
         table = with_new_names(table, RENAMED)
         known = {name.replace("_", "-"): name for name in cls.model_fields}
         values = {known[key]: value for key, value in table.items() if key in known}
         if values.get("norm_cap") == 0:
             del values["norm_cap"]  # TOML has no word for none
-        return cls.checked(**values)
-
-    @classmethod
-    def checked(cls, **values: Any) -> Options:
-        try:
-            return cls(**values)
-        except ValidationError as error:
-            raise PrefedError("\n".join(explain(error, cls))) from None
+        return checked(cls, values)
 
     def to_run_config(self) -> dict[str, Any]:
         values = self.model_dump()

@@ -5,8 +5,6 @@ last took part, so a round that is tried again, or that the server forgot when i
 begins from the state it began from the first time. Older files go when newer ones come.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,8 +1,6 @@
 """A whole Flower deployment on this machine: SuperLink, SuperNodes, TLS, keys, and an end to all of
 them however the run ends."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -18,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from prefed.core.errors import Diverged, PrefedError, RunFailed
@@ -61,7 +59,7 @@ class LocalFlower:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def __enter__(self) -> LocalFlower:
+    def __enter__(self) -> "LocalFlower":
         self._handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
         signal.signal(signal.SIGTERM, _interrupt)
         make_certificates(self.home)
@@ -71,12 +69,7 @@ class LocalFlower:
         )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # nothing may come between us and the end
         self.stop(*reversed(self.processes))

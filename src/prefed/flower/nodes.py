@@ -5,8 +5,6 @@ of a deployed config hosts the clients whose number, modulo the number of partit
 partition id: one each if there are as many nodes as clients.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from logging import WARNING

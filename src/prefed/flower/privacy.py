@@ -6,8 +6,6 @@ was never noised. Here the mean change is noised first, and all that the server 
 included, is post-processing: the guarantee is that of the noised mean.
 """
 
-from __future__ import annotations
-
 import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -32,7 +30,7 @@ class CentralDP:
 
     noise_multiplier: float
     clip_norm: float
-    accountant: PrivacyAccountant | None = None
+    accountant: "PrivacyAccountant | None" = None
     seed: int | None = None
     """For tests: noise that can be foretold protects nobody."""
     _generator: torch.Generator = field(init=False, repr=False)
@@ -64,7 +62,7 @@ class CentralDP:
         deviation = self.noise_multiplier * self.clip_norm / asked
         return (mean.double() * (answered / asked) + deviation * draw).to(mean.dtype)
 
-    def event(self, asked: int) -> GaussianPrivacyEvent:
+    def event(self, asked: int) -> "GaussianPrivacyEvent":
         from flwr.supercore.privacy_accounting import GaussianPrivacyEvent
 
         assert self.accountant is not None

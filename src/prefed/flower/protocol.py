@@ -1,7 +1,5 @@
 """The names that server and nodes of a deployed config agree on."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +41,7 @@ class Ask:
     config: str
 
     @classmethod
-    def read(cls, record: Any) -> Ask:
+    def read(cls, record: Any) -> "Ask":
         """From a record that came in; nothing in it is known to be true."""
         keys = {"round": ROUND, "clients": CLIENTS, "after": AFTER, "run": RUN, "config": CONFIG}
         try:

@@ -5,8 +5,6 @@ whole if one of them cannot be decoded. Here each reply is fetched by itself and
 the next is.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 

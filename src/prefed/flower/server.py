@@ -1,7 +1,5 @@
 """The ServerApp of a deployed config: the run that simulation has, with its clients elsewhere."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -10,6 +8,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
@@ -57,32 +56,29 @@ END = ".end.json"
 """How a run ended that did not get to its last round, for whoever started it."""
 
 
+@dataclass(eq=False)
 class FlowerTrainer(Trainer):
     """Clients that live on Flower's nodes. What they keep stays there."""
 
-    engine = "flower x 1"
+    algorithm: Algorithm
+    task: Task
+    data: FederatedData
+    settings: Settings
+    _: KW_ONLY
+    grid: Grid
+    config: str
+    options: Options
+    own_data: bool
 
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        task: Task,
-        data: FederatedData,
-        settings: Settings,
-        *,
-        grid: Grid,
-        config: str,
-        options: Options,
-        own_data: bool,
-    ) -> None:
-        refuse_lockstep(algorithm)
-        self.algorithm, self.task, self.data, self.settings = algorithm, task, data, settings
-        self.grid, self.config, self.options, self.own_data = grid, config, options, own_data
-        self.keeps = bool(first_kept(algorithm, task.flat.layout, task.flat.weights))
+    def __post_init__(self) -> None:
+        refuse_lockstep(self.algorithm)
+        flat, data, self.engine = self.task.flat, self.data, "flower x 1"
+        self.keeps = bool(first_kept(self.algorithm, flat.layout, flat.weights))
         self.run = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8)
         """The name that nodes file kept state under: the same after a resume."""
         self.after = torch.full((len(data),), NEVER, dtype=torch.int64)
         """The round that each client last took part in: nodes go on from what they kept then."""
-        self.partitions = Partitions(p.fingerprint(config), len(data))
+        self.partitions = Partitions(p.fingerprint(self.config), len(data))
         self.nodes = Nodes(self.partitions.identify)
         self.admitted: list[int] = []
         """The clients in the mean of the newest round."""

@@ -4,8 +4,6 @@ Ray runs in a process of its own (`python -m prefed.flower.simulated_deployment`
 with it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

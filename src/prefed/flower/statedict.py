@@ -5,8 +5,6 @@ normalisation layers, known by their names, are buffers here; others can be name
 averaged in float64, rounded if they count something, and go back in the type they had.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 import torch

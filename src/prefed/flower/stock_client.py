@@ -9,8 +9,6 @@ or, with a training loop of one's own around prefed.optim.Covariance, `load_stat
 `state_record` after it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any

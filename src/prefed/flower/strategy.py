@@ -5,8 +5,6 @@ a client rule of their own send what clients share in a second record beside the
 `prefed.flower.local_train` reads and answers in the user's ClientApp.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

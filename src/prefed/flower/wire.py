@@ -5,8 +5,6 @@ these with each other. A .npy header may also ask for more memory than the machi
 is read before the header is known to say what is expected and the data to be as long as that takes.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """A Flower app from a config: a directory that `flwr run` takes."""
 
-from __future__ import annotations
-
 import re
 from importlib.resources import files
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Next-character models: symbols (N, T) to scores (N, classes, T), one for each position."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """ResNets for small images: a 3 x 3 stem without pooling, as He et al. have it for CIFAR."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import gcd
 from typing import Literal

@@ -1,7 +1,5 @@
 """From runs to curves: for each group of seeds a mean and the range around it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """The same curves as figures for papers: PDF and PNG."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The HTML report. All of it is in one file; whatever comes from users is escaped."""
 
-from __future__ import annotations
-
 import base64
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """A report of sections with text, tables and pictures, in the dress of the other reports."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Sequence

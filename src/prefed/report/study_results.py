@@ -1,7 +1,5 @@
 """The results of a study: a table, a figure, and the numbers of both."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from statistics import fmean

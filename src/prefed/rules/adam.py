@@ -1,8 +1,6 @@
 """The rules of adaptive federated optimisation (Reddi et al. 2021): AdaGrad, Adam and Yogi with
 momentum, which differ in one line. Code bases disagree on three details; each is a field here."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 

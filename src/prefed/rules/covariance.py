@@ -1,7 +1,5 @@
 """The paper's rule: precondition with the variance of the gradient around its running mean."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +11,7 @@ from prefed.rules.rule import Field, Rule, State, accumulate, grow_mass
 
 Accumulate = Literal["ema", "sum"]
 
-SHAPES: Registry[type[Covariance]] = Registry("shape", "prefed.rules")
+SHAPES: "Registry[type[Covariance]]" = Registry("shape", "prefed.rules")
 """What is kept of the covariance matrix."""
 
 

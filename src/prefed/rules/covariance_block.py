@@ -1,7 +1,5 @@
 """The covariance rule with one matrix for each tensor of the model, or for each row of each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod

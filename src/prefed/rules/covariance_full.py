@@ -1,7 +1,5 @@
 """The covariance rule with the whole matrix, for models small enough to hold one."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The covariance rule as it runs on a CPU: the fast twin of covariance.py, equal up to rounding."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The covariance rule with two small factors for each weight matrix."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -63,7 +61,7 @@ class Small:
     P: Tensor
     root: Tensor
 
-    def on(self, device: torch.device) -> Small:
+    def on(self, device: torch.device) -> "Small":
         if self.P.device == device:
             return self
         return Small(self.weights.to(device), self.P.to(device), self.root.to(device))

@@ -1,7 +1,5 @@
 """What the covariance rules with off-diagonal entries share: when roots are derived and applied."""
 
-from __future__ import annotations
-
 import math
 import threading
 from abc import abstractmethod

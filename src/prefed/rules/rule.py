@@ -1,7 +1,5 @@
 """What a rule is."""
 
-from __future__ import annotations
-
 import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -53,7 +51,7 @@ class Rule(ABC):
         """The named state for weights of this layout."""
         return {}
 
-    def fit(self, layout: Layout) -> Rule:
+    def fit(self, layout: Layout) -> "Rule":
         """This rule for weights of this layout; element-wise rules need not know it."""
         return self
 
@@ -75,7 +73,7 @@ class Rule(ABC):
         """What that field of one holder says of each coordinate (d)."""
         return P
 
-    def fused(self, w: Tensor) -> Rule:
+    def fused(self, w: Tensor) -> "Rule":
         """The same rule in fewer passes over memory for weights like `w`, equal up to rounding; or
         this one."""
         return self

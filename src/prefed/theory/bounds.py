@@ -5,8 +5,6 @@ docs/theory.md says which of the statements cannot be right, and why; tests/test
 has the smallest counterexamples. Where a statement can be corrected, the corrected one is here too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -187,10 +185,10 @@ class Watched(Rule):
         self.rule, self.divergence = rule, divergence
         self.start: Tensor | None = None
 
-    def fit(self, layout: Layout) -> Watched:
+    def fit(self, layout: Layout) -> "Watched":
         return Watched(self.rule.fit(layout), self.divergence)
 
-    def fast(self, w: Tensor) -> Watched:
+    def fused(self, w: Tensor) -> "Watched":
         return Watched(self.rule.fused(w), self.divergence)
 
     def fields(self, layout: Layout) -> dict[str, Field]:

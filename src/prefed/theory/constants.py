@@ -5,8 +5,6 @@ The assumptions speak of all w. No measurement can: the figures are the largest 
 the true suprema. An interval is about the value at those points.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -5,8 +5,6 @@ Here S is the covariance of a stochastic gradient and mu its mean; a preconditio
 that a step multiplies the gradient with, so that the noise of the step has the covariance W S W^T.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The functions F_i of the clients and their mean F, of flat weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -34,7 +32,7 @@ class Objective:
         self.d = len(self.start)
 
     @classmethod
-    def of(cls, run: Run) -> Objective:
+    def of(cls, run: Run) -> "Objective":
         return cls(run.task, run.data, run.settings)
 
     @property

@@ -1,7 +1,5 @@
 """A federated problem about which everything is known: quadratics with Gaussian noise."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +46,7 @@ class Quadratic:
         noise: float = 1.0,
         spread: float = 0.3,
         seed: int = 0,
-    ) -> Quadratic:
+    ) -> "Quadratic":
         """Curvatures from 1/condition to 1 in directions drawn at random (or along the axes), the
         clients' optima `spread` apart, and noise that is itself as badly conditioned as H."""
         generator = torch.Generator().manual_seed(seed)

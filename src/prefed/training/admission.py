@@ -5,11 +5,9 @@ asked for. The decision is made before anything of the update is added up, so a 
 refused update is bit for bit the round without that client.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -79,6 +77,7 @@ def _specs(algorithm: Algorithm, layout: Layout, held: Mapping[str, Tensor]) -> 
     }
 
 
+@dataclass(eq=False)
 class Admission:
     """Decides on the updates of one round.
 
@@ -90,20 +89,14 @@ class Admission:
     norm_cap the largest norm of the change of the weights that is accepted
     """
 
-    def __init__(
-        self,
-        specs: Mapping[str, Spec],
-        round: int,
-        asked: Collection[int],
-        *,
-        samples: Mapping[int, int] | None = None,
-        largest_count: int = LARGEST_COUNT,
-        norm_cap: float | None = None,
-    ) -> None:
-        self.specs, self.round, self.asked = specs, round, frozenset(asked)
-        self.samples, self.largest_count = samples or {}, largest_count
-        self.norm_cap = norm_cap
-        self.admitted: set[int] = set()
+    specs: Mapping[str, Spec]
+    round: int
+    asked: Collection[int]
+    _: KW_ONLY
+    samples: Mapping[int, int] = field(default_factory=dict)
+    largest_count: int = LARGEST_COUNT
+    norm_cap: float | None = None
+    admitted: set[int] = field(default_factory=set, init=False)
 
     def admit(self, update: UntrustedUpdate) -> None:
         """Accept the update, or raise Refused with the reason."""

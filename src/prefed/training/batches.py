@@ -1,8 +1,6 @@
 """The batches of one client in one round. Every engine takes them from here, so that they are the
 same in all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Does the preconditioner do anything? Two numbers a round, and a warning if not."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

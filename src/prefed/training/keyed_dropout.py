@@ -10,8 +10,6 @@ a module or as a function. The hash is plain integer arithmetic, so it runs unde
 a key of its own for each client.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any

@@ -1,7 +1,5 @@
 """Clients that train in this process: on one engine, or on several in threads."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from prefed.algorithms import Algorithm
 from prefed.data import FederatedData
-from prefed.rules.rule import State
+from prefed.rules import State
 from prefed.training.engines import ENGINES
 from prefed.training.engines.auto import Choice, choose
 from prefed.training.engines.engine import train_block
@@ -49,7 +47,7 @@ class LocalTrainer(Trainer):
     def engine(self) -> str:  # type: ignore[override]
         return str(self.choice or "")
 
-    def prepare(self, run: Run) -> None:
+    def prepare(self, run: "Run") -> None:
         """Choose the engine, and build it."""
         cohort = run.draw_cohort()
         if self.choice is None:

@@ -6,8 +6,6 @@ first nor on how the cohort is divided among workers, its rounding error grows w
 of the cohort, and at most that many partial sums are held at a time if clients come in order.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,7 +21,7 @@ class Part:
     weight: float
     loss: float
 
-    def merge(self, other: Part) -> None:
+    def merge(self, other: "Part") -> None:
         for name, value in self.values.items():
             value.add_(other.values[name])
         self.weight += other.weight

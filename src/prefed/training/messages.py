@@ -6,8 +6,6 @@
 A message is exactly the bytes that are counted: `receive` refuses any other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 
@@ -18,7 +16,7 @@ from prefed.codecs import Codec, Parts
 from prefed.core import draws
 from prefed.core.errors import PrefedError
 from prefed.core.layout import Layout
-from prefed.rules.rule import State
+from prefed.rules import State
 from prefed.training.round import LOST, Kept, Server, Update, codec_of
 
 Message = dict[str, Parts]

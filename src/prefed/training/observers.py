@@ -1,8 +1,7 @@
 """Those who look on while a run goes: run directories, progress, trackers, the user's own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from prefed.training.trainer import Record
@@ -18,7 +17,7 @@ class Callback:
     and `on_stop`, in `prefed.simulate` as on the command line.
     """
 
-    run: Run
+    run: "Run"
     """The run, from `on_start` on. `self.run.stop()` ends it after the round."""
 
     def on_start(self, config: dict[str, Any]) -> None:
@@ -27,11 +26,14 @@ class Callback:
     def on_round(self, record: Record) -> None:
         """After each round."""
 
-    def on_end(self, result: Result) -> None:
+    def on_end(self, result: "Result") -> None:
         """After the last round."""
 
     def on_stop(self, reason: str) -> None:
         """In place of on_end if the run did not get there: it diverged, failed or was stopped."""
+
+    def close(self) -> None:
+        """After on_end or on_stop, whatever they made of it."""
 
 
 class Observers:
@@ -42,7 +44,7 @@ class Observers:
         self.listening: list[Callback] = []
         """Those that have heard the start, and neither an end nor a stop."""
 
-    def start(self, run: Run, config: dict[str, Any]) -> None:
+    def start(self, run: "Run", config: dict[str, Any]) -> None:
         for callback in self.callbacks:
             callback.run = run
             callback.on_start(config)
@@ -52,16 +54,18 @@ class Observers:
         for callback in self.callbacks:
             callback.on_round(record)
 
-    def end(self, result: Result) -> None:
+    def end(self, result: "Result") -> None:
         while self.listening:
-            self.listening.pop(0).on_end(result)
+            with closing(self.listening.pop(0)) as callback:
+                callback.on_end(result)
 
     def stop(self, error: BaseException) -> Exception | None:
         """Why the run ends early. Returns what a callback raised on hearing of it, if any did."""
         reason, raised = str(error) or type(error).__name__, None
         while self.listening:
             try:
-                self.listening.pop(0).on_stop(reason)
+                with closing(self.listening.pop(0)) as callback:
+                    callback.on_stop(reason)
             except Exception as another:
                 raised = raised or another
         return raised

@@ -9,8 +9,6 @@ The first rank evaluates, writes and prints for all; the others begin where it d
 it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -25,7 +23,7 @@ from torch import Tensor
 from prefed.algorithms import Algorithm
 from prefed.core.errors import RankLost
 from prefed.data import FederatedData
-from prefed.rules.rule import State
+from prefed.rules import State
 from prefed.training.engines.auto import Choice
 from prefed.training.engines.workers import Clients
 from prefed.training.local_trainer import LocalTrainer
@@ -82,7 +80,7 @@ class RankTrainer(LocalTrainer):
     def leads(self) -> bool:  # type: ignore[override]
         return speaks()
 
-    def prepare(self, run: Run) -> None:
+    def prepare(self, run: "Run") -> None:
         """All ranks begin where the first one does: after a resume it alone has read the disk."""
         if engine := text_of_first(self.engine):
             self.choice = Choice.parse(engine)

@@ -6,8 +6,6 @@
 Engines decide where and for how many clients at a time local_update runs.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from prefed.algorithms import Algorithm
-from prefed.algorithms.sharing import Policy, reset
+from prefed.algorithms import Algorithm, Policy, reset
 from prefed.codecs import Codec, codec
 from prefed.core.errors import PrefedError
 from prefed.core.layout import Layout
 from prefed.core.schedule import at
-from prefed.rules import Field, Rule
-from prefed.rules.rule import State
+from prefed.rules import Field, Rule, State
 
 Kept = Mapping[int, State]
 """The state that clients keep, for those that have taken part."""
@@ -49,7 +45,7 @@ class Server:
     @classmethod
     def start(
         cls, algorithm: Algorithm, layout: Layout, weights: Tensor, buffers: Tensor
-    ) -> Server:
+    ) -> "Server":
         optimiser = algorithm.server_rule().fields(layout)
         client = algorithm.client_rule().fields(layout)
         shared = {n: f for n, f in client.items() if policy(algorithm, n).comes_down}

@@ -1,7 +1,5 @@
 """A federated run: the one loop over rounds."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import math
@@ -15,10 +13,10 @@ from torch import Tensor, nn
 
 from prefed.algorithms import Algorithm
 from prefed.core import draws
-from prefed.core.errors import Diverged, Interrupted, PrefedError
+from prefed.core.errors import Diverged, Interrupted, PrefedError, checked
 from prefed.core.schedule import at
 from prefed.data import FederatedData
-from prefed.rules.rule import State
+from prefed.rules import State
 from prefed.training.diagnostics import CollapseWatch, diagnose
 from prefed.training.observers import Callback, Observers
 from prefed.training.ranks import make_trainer
@@ -143,12 +141,14 @@ class Run:
         cohort = self.draw_cohort()
         answers = draws.answering(settings.seed, round, cohort, settings.client_dropout)
         record = self._new_record(round, cohort, answers)
-        if max(record["client_lr"], record["server_lr"]) > self._largest():
+        largest = torch.finfo(self.server.weights.dtype).max
+        if max(record["client_lr"], record["server_lr"]) > largest:
             raise self._diverged(record, start, "a step size is not finite")
 
         # 2. Train where the clients are. Their updates are admitted and averaged as they arrive.
-        arrived = self.trainer.train(self.server, answers) if self._suffice(answers) else None
-        if arrived is not None:
+        arrived = None
+        if len(answers) >= settings.quorum:
+            arrived = self.trainer.train(self.server, answers)
             record |= arrived.record
 
         # 3. Step the server, if enough clients have answered, and all with finite numbers.
@@ -199,12 +199,6 @@ class Run:
         if len(answers) < len(cohort):
             record["dropped"] = sorted({*cohort} - {*answers})
         return record
-
-    def _suffice(self, answers: list[int]) -> bool:
-        return len(answers) >= self.settings.quorum
-
-    def _largest(self) -> float:
-        return torch.finfo(self.server.weights.dtype).max
 
     def _step(self, arrived: Arrived) -> None:
         """The server's step, which changes its state in place."""
@@ -294,7 +288,7 @@ def simulate(
     loss               (output, y) -> one number; None: cross-entropy for labels, else squared error
     callbacks          see prefed.Callback
     """
-    return Run(algorithm, model, data, Settings.checked(**settings), loss).run(callbacks)
+    return Run(algorithm, model, data, checked(Settings, settings), loss).run(callbacks)
 
 
 def _describe(function: Callable[..., Any]) -> None:

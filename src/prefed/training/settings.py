@@ -1,7 +1,5 @@
 """How a run goes: everything about it that is not the algorithm, the model or the data."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -9,13 +7,11 @@ from pydantic import (
     ConfigDict,
     Field,
     PositiveInt,
-    ValidationError,
     field_validator,
     model_validator,
 )
 
 from prefed.core.deprecated import with_new_names
-from prefed.core.errors import PrefedError, explain
 
 
 class Settings(BaseModel):
@@ -73,14 +69,6 @@ class Settings(BaseModel):
     @classmethod
     def _from_word(cls, value: Any) -> Any:
         return None if value in ("all", "full") else value
-
-    @classmethod
-    def checked(cls, **values: Any) -> Settings:
-        """The settings, or an error that names all that is wrong with them."""
-        try:
-            return cls(**values)
-        except ValidationError as error:
-            raise PrefedError("\n".join(explain(error, cls))) from None
 
     def weight(self, samples: int) -> float:
         """The weight of a client with this number of samples in every mean over the cohort."""

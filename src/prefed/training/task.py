@@ -1,7 +1,5 @@
 """What is trained: a model as flat vectors, its loss, and how a batch becomes its input."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -64,7 +62,7 @@ class Task:
         """What the model draws in training: nothing; dropout masks, which have keys; or numbers
         from torch's global generator, which is seeded for each step. `check` finds out."""
 
-    def copy(self, data: FederatedData) -> Task:
+    def copy(self, data: FederatedData) -> "Task":
         """Another instance of the model, for another thread."""
         other = Task(
             self.flat.module, self.loss, data, self.device, self.channels_last, self.precision

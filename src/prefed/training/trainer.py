@@ -5,8 +5,6 @@ RankTrainer     on the ranks of a torch.distributed group (ranks.py)
 FlowerTrainer   on Flower's nodes (prefed.flower.server)
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from prefed.core.errors import PrefedError
-from prefed.rules.rule import State
+from prefed.rules import State
 from prefed.training.round import Server
 
 if TYPE_CHECKING:
@@ -53,7 +51,7 @@ class Trainer(ABC):
     engine: str = ""
     """How the run computes, known after `prepare`. A resumed run goes on with the same."""
 
-    def prepare(self, run: Run) -> None:
+    def prepare(self, run: "Run") -> None:
         """All that has to be ready before the first round of this process."""
 
     @abstractmethod

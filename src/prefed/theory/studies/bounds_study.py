@@ -1,7 +1,5 @@
 """Lemma 1, the theorems and corollaries beside runs of PreFed and PreFedOpt, and their rates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -54,7 +52,7 @@ class Plan:
     cohorts: list[int]
 
     @classmethod
-    def of(cls, config: Config, clients: int) -> Plan:
+    def of(cls, config: Config, clients: int) -> "Plan":
         K = config.local_steps
         return cls(
             T=min(config.rounds, ROUNDS),
@@ -84,7 +82,7 @@ class Terms:
     tau: dict[str, float]
 
     @classmethod
-    def of(cls, found: Constants, d: int, both: dict[str, Config]) -> Terms:
+    def of(cls, found: Constants, d: int, both: dict[str, Config]) -> "Terms":
         known = Known(found.L.value, found.G.value, found.local_largest.value, found.spread.value,
                       found.gap.value, d)  # fmt: skip
         options = {name: config.make_algorithm() for name, config in both.items()}

@@ -1,7 +1,5 @@
 """What the studies share: what they hand back, how it is saved, and the table of the constants."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

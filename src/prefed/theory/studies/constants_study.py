@@ -1,7 +1,5 @@
 """The constants of a config, and both variances coordinate by coordinate."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

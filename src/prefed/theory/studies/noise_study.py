@@ -1,8 +1,6 @@
 """How isotropic the noise is behind each preconditioner, Eq. (cov) and Eq. (covreduced): on a
 quadratic with known noise and on a config."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -5,8 +5,6 @@ last bit what it would have been had the choice been made by hand. Another machi
 moment, may lead to another choice: then results agree to rounding, as those of any two engines.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time
@@ -54,7 +52,7 @@ class Choice:
         return f"{self.engine} x {self.workers}"
 
     @classmethod
-    def parse(cls, text: str) -> Choice:
+    def parse(cls, text: str) -> "Choice":
         engine, _, workers = text.rpartition(" x ")
         return cls(engine, int(workers))
 

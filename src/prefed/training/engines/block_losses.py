@@ -1,7 +1,5 @@
 """The losses of many copies of a model at once, each with its own weights and batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -10,7 +8,7 @@ from torch.func import functional_call, vmap
 from torch.nn.functional import cross_entropy
 
 from prefed.core.losses import are_labels, by_targets, squared_error
-from prefed.rules.rule import State
+from prefed.rules import State
 from prefed.training.engines import linear_chains
 from prefed.training.keyed_dropout import KeyedDropout
 from prefed.training.task import Loss, Task

@@ -8,8 +8,6 @@ Models with buffers, full batches of unequal size, and step sizes that change wi
 in the vectorised engine.
 """
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -24,8 +22,7 @@ from prefed.algorithms import Algorithm
 from prefed.core.errors import PrefedError
 from prefed.core.layout import Entry, Layout
 from prefed.data import FederatedData
-from prefed.rules import Rule
-from prefed.rules.rule import State
+from prefed.rules import Rule, State
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
 from prefed.training.engines.stacked_batches import Group
 from prefed.training.engines.vectorised import Vectorised, VectorisedBlock, or_sequential
@@ -74,7 +71,7 @@ class Compiled(Vectorised):
         self,
         algorithm: Algorithm,
         rule: Rule,
-        point: _Point,
+        point: "_Point",
         state: State,
         batches: list[tuple[Tensor, Tensor, Tensor]],
         lr: float,
@@ -86,7 +83,7 @@ class Compiled(Vectorised):
             local_step(algorithm, rule, point, state, lr, first + k)
         return losses
 
-    def _differentiate(self, point: _Point, x: Tensor, y: Tensor, keys: Tensor) -> Tensor:
+    def _differentiate(self, point: "_Point", x: Tensor, y: Tensor, keys: Tensor) -> Tensor:
         layout = self.task.flat.layout
         parameters = cut(layout, point.weights)
         if (direct := self.direct_gradients(y)) is not None:

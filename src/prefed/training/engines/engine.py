@@ -1,7 +1,5 @@
 """What an engine is, and what happens to a block of clients in it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol

@@ -8,8 +8,6 @@ Only chains of the layers named here are taken, and `plan` returns None for any 
 equal those of the modules up to rounding; the engine compares both before it relies on it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 

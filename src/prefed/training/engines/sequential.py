@@ -1,7 +1,5 @@
 """One client after another, on one instance of the model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The batches of a block of clients, stacked so that one operation serves all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

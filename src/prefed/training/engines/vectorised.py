@@ -4,8 +4,6 @@ Ordinary autograd gives every client's gradient: the sum of the clients' losses 
 weights of a client through its own loss alone.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence
@@ -41,7 +39,7 @@ SMALLEST_BLOCK = 8
 """Clients in a block; smaller ones cost more than a second worker gains."""
 
 
-def or_sequential(engine: Vectorised) -> Engine:
+def or_sequential(engine: "Vectorised") -> Engine:
     """The engine, or the sequential one for models that vmap cannot run."""
     if (reason := engine.why_not()) is None:
         return engine
@@ -134,7 +132,7 @@ class Vectorised:
 
     def make_block(
         self, clients: Sequence[int], groups: list[Group], seeds: list[int]
-    ) -> VectorisedBlock:
+    ) -> "VectorisedBlock":
         return VectorisedBlock(self, clients, groups, seeds)
 
     def workspace(self, name: str, shape: tuple[int, ...]) -> Tensor:

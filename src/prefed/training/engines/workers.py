@@ -9,8 +9,6 @@ thread, and the mean is taken in a fixed order: the bits depend on the engine an
 per worker, not on how many workers there are.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
