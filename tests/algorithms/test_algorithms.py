@@ -192,7 +192,7 @@ def test_an_algorithm_is_one_new_file(
     fedavg = run("fedavg", "algorithm.client_lr=0.05", "algorithm.client_momentum=0")
     assert torch.equal(ours.server.weights, fedavg.server.weights)
 
-    from tests.cli.test_cli import prefed_command
+    from tests.helpers.commands import prefed_command
 
     chosen = ("--set", "algorithm=my_algorithm:HalfAvg")
     options = ("--set", "half=0.25", "--set", "rounds=2", "--out", "out")

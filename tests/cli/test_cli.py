@@ -14,15 +14,9 @@ import safetensors.torch
 import torch
 
 from prefed.experiments.config import load
+from tests.helpers.commands import prefed_command
 
 SHORT = ("--set", "rounds=2", "--set", "local_steps=2")
-
-
-def prefed_command(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "prefed", *words]
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=cwd, timeout=120, check=False
-    )
 
 
 def test_help_does_not_import_torch() -> None:

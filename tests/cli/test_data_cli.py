@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.cli.test_cli import prefed_command
+from tests.helpers.commands import prefed_command
 
 
 def test_ls() -> None:

@@ -25,7 +25,7 @@ from prefed.experiments.ranking import group
 from prefed.experiments.run_directory import execute
 from prefed.experiments.stats import bootstrap_interval, sign_flip_p
 from prefed.experiments.sweep import Scored, Space, on_edge
-from tests.cli.test_cli import prefed_command
+from tests.helpers.commands import prefed_command
 from tests.helpers.problems import tiny_data, tiny_model
 
 SHORT = ["rounds=3", "local_steps=2", "model.hidden=[8]"]

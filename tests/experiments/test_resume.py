@@ -18,12 +18,10 @@ import prefed
 from prefed.core.errors import CannotWrite
 from prefed.experiments import run_directory
 from prefed.experiments.checkpoints import CheckpointWarning
-from prefed.experiments.config import load
 from prefed.experiments.run_directory import execute
-from tests.cli.test_cli import prefed_command
-from tests.faults.kill import fingerprint
+from tests.helpers.commands import prefed_command
+from tests.helpers.run_folders import StopAfter, fingerprint, small
 
-SMALL = ["rounds=5", "local_steps=2", "model.hidden=[8]", "clients_per_round=3", "device=cpu"]
 VARIANTS = [
     *((name, []) for name in prefed.ALGORITHMS.names()),
     ("prefed", ["momentum=keep"]),
@@ -34,19 +32,6 @@ VARIANTS = [
     ("prefedopt", ["shape=block", "refresh=3", "bias_correction=true"]),
     ("prefedopt", ["shape=full", "refresh=4"]),
 ]
-
-
-def small(name: str, *more: str) -> Any:
-    return load("digits-noniid", [*SMALL, f"algorithm={name}", *more])
-
-
-class StopAfter:
-    def __init__(self, rounds: int) -> None:
-        self.left = rounds
-
-    def __call__(self) -> bool:
-        self.left -= 1
-        return self.left == 0
 
 
 @pytest.mark.parametrize(("name", "options"), VARIANTS)

@@ -23,7 +23,7 @@ from prefed.experiments.measures import ACCURACY
 from prefed.experiments.stats import student_interval
 from prefed.experiments.stored_runs import StoredRun
 from prefed.experiments.study import Bench, came_to_its_end, merged, read, studies
-from tests.cli.test_cli import prefed_command
+from tests.helpers.commands import prefed_command
 
 TABLE: dict[str, Any] = {
     "title": "small",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import prefed
-from tests.cli.test_cli import prefed_command
 from tests.helpers import ROOT
+from tests.helpers.commands import prefed_command
 from tests.helpers.problems import tiny_data, tiny_model
 
 SHORT = ["--set", "rounds=1", "--set", "local_steps=1"]

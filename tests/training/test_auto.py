@@ -16,7 +16,7 @@ from prefed.training.engines.auto import Choice
 from prefed.training.engines.workers import Workers
 from prefed.training.local_trainer import LocalTrainer
 from prefed.training.task import Task
-from tests.cli.test_cli import prefed_command
+from tests.helpers.commands import prefed_command
 from tests.helpers.problems import local
 
 

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 import prefed
 from prefed.core.layout import Layout
 from prefed.training.engines.compiled import cut, join
-from tests.training.test_engines import Net, batchnorm, chain, run, same
+from tests.helpers.engine_runs import Net, batchnorm, chain, run, same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),

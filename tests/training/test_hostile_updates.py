@@ -28,7 +28,7 @@ from prefed.training.admission import Admission, Refused, Spec, UntrustedUpdate,
 from prefed.training.messages import Message, receive, upload
 from prefed.training.round import Server
 from prefed.training.run import Simulation
-from tests.flower.test_flower import CONFIG
+from tests.helpers.federation import CONFIG
 from tests.helpers.problems import local
 
 EXAMPLES = int(os.environ.get("PREFED_HOSTILE", "60"))

@@ -22,10 +22,10 @@ from prefed.experiments.measures import ACCURACY, LOSS, measure, measures
 from prefed.experiments.stored_runs import StoredRun, load_runs
 from prefed.experiments.sweep import score
 from prefed.training.engines import linear_chains
-from tests.cli.test_cli import prefed_command
 from tests.helpers import official
+from tests.helpers.commands import prefed_command
+from tests.helpers.engine_runs import same
 from tests.helpers.problems import SIZES, arrays, tiny_model
-from tests.training.test_engines import same
 
 TABLE: dict[str, Any] = {
     "rounds": 8,
@@ -262,7 +262,7 @@ def test_a_config_without_a_target_is_written_as_before() -> None:
 
 
 def test_deployed_it_has_the_same_bits(tmp_path: Path) -> None:
-    from tests.flower.test_flower import Federation, simulated
+    from tests.helpers.federation import Federation, simulated
 
     config = load(TABLE, ["rounds=3", "engine=sequential"])
     here, there = simulated(config), Federation(config, tmp_path).run()
@@ -272,7 +272,7 @@ def test_deployed_it_has_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_local_train_takes_the_loss_by_the_targets(tmp_path: Path) -> None:
-    from tests.flower import test_flower_strategy as flower
+    from tests.helpers import flower_apps as flower
 
     rng = np.random.default_rng(4)
     pairs = [(x, rng.normal(size=(len(x), SIZES[2]))) for x, _ in arrays()]
