@@ -1,7 +1,13 @@
+"""Three tiers: make test-fast, make test, make test-all (see the markers in pyproject.toml)."""
+
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -11,3 +17,35 @@ torch.set_num_threads(1)
 
 settings.register_profile("prefed", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("prefed")
+
+STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
+"""What Python tells its audit hooks when a process is about to begin."""
+HARMLESS = {"git", "uname", "lscpu"}
+"""What a run asks about the machine for its environment.json: a few milliseconds."""
+
+watched = False
+started: list[str] = []
+
+
+def watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if not watched or event not in STARTS:
+        return
+    words = arguments[1] if event == "subprocess.Popen" else arguments
+    words = [words] if isinstance(words, str | bytes) else [os.fspath(w) for w in words]
+    if event != "subprocess.Popen" or os.path.basename(words[0]) not in HARMLESS:
+        started.append(f"{event}: {words}")
+        raise AssertionError(f"a process is started ({started[-1]}): mark the test as process")
+
+
+sys.addaudithook(watch)
+
+
+@pytest.fixture(autouse=True)
+def no_process(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests that start processes say so with a marker: `make test-fast` has none of them."""
+    global watched
+    started.clear()
+    watched = request.node.get_closest_marker("process") is None
+    yield
+    watched = False
+    assert not started, f"mark this test as process: it starts {started}"

@@ -180,6 +180,7 @@ class HalfSGD(SGD):
 '''
 
 
+@pytest.mark.process
 def test_an_algorithm_is_one_new_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,7 +193,7 @@ def test_an_algorithm_is_one_new_file(
     fedavg = run("fedavg", "algorithm.client_lr=0.05", "algorithm.client_momentum=0")
     assert torch.equal(ours.server.weights, fedavg.server.weights)
 
-    from tests.helpers.commands import prefed_command
+    from tests.helpers.commands import prefed_command, prefed_here
 
     chosen = ("--set", "algorithm=my_algorithm:HalfAvg")
     options = ("--set", "half=0.25", "--set", "rounds=2", "--out", "out")
@@ -200,7 +201,7 @@ def test_an_algorithm_is_one_new_file(
     assert out.returncode == 0, out.stderr
     assert "half = 0.25" in (tmp_path / "out" / "config.toml").read_text()
     mistake = ("--set", "algorithm.haalf=1")
-    wrong = prefed_command("validate", "digits-iid", *chosen, *mistake, cwd=tmp_path)
+    wrong = prefed_here("validate", "digits-iid", *chosen, *mistake, cwd=tmp_path)
     assert wrong.returncode == 2
     assert "half" in wrong.stderr
 

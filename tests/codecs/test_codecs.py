@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from functools import partial
 from typing import Any
 
@@ -226,7 +227,7 @@ def test_a_client_has_the_message_it_has_alone(name: str, monkeypatch: pytest.Mo
     """In a block of clients, and however a vector is cut into pieces."""
     way, layout, x = codec(name), shapes(5000), torch.rand(3, 5000)
     together = way.encode(x, layout, noise(7, 8, 9))
-    monkeypatch.setattr("prefed.codecs.codec.PIECE", 1024)
+    monkeypatch.setattr(sys.modules[Codec.__module__], "PIECE", 1024)  # codec() has its name
     for row, client in enumerate((7, 8, 9)):
         alone = way.encode(x[row : row + 1], layout, noise(client))
         for part, value in together.items():

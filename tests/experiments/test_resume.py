@@ -152,7 +152,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_is_there(
         real(handle)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CannotWrite, match=r"No space left on device\. What is there is intact"):
+    with pytest.raises(CannotWrite, match=r"No space left on device\. The files .* are complete"):
         execute(config, tmp_path / "run")
     monkeypatch.setattr(os, "fsync", real)
     execute(config, tmp_path / "run", resume=True)
@@ -179,6 +179,7 @@ def begin(folder: Path, *more: str) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.process
 def test_one_ctrl_c_saves_and_a_second_run_is_refused(tmp_path: Path) -> None:
     process = begin(tmp_path / "run")
     second = prefed_command(*LONG, "--out", str(tmp_path / "run"), "--resume")
@@ -198,6 +199,7 @@ def test_one_ctrl_c_saves_and_a_second_run_is_refused(tmp_path: Path) -> None:
     assert prefed.load_runs(tmp_path)[0].status == "interrupted"
 
 
+@pytest.mark.process
 def test_two_ctrl_c_stop_at_once(tmp_path: Path) -> None:
     process = begin(tmp_path / "run", "--set", "local_steps=3000")
     process.send_signal(signal.SIGINT)

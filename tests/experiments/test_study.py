@@ -23,7 +23,7 @@ from prefed.experiments.measures import ACCURACY
 from prefed.experiments.stats import student_interval
 from prefed.experiments.stored_runs import StoredRun
 from prefed.experiments.study import Bench, came_to_its_end, merged, read, studies
-from tests.helpers.commands import prefed_command
+from tests.helpers.commands import prefed_here
 
 TABLE: dict[str, Any] = {
     "title": "small",
@@ -64,11 +64,12 @@ def write(folder: Path, changes: dict[str, Any]) -> Path:
     return path
 
 
+@pytest.mark.process
 def test_a_study_from_the_command_line(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    done = prefed_command("study", str(source), "--out", str(out))
+    done = prefed_here("study", str(source), "--out", str(out), "--workers", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     scores = json.loads((out / "quick" / "tuning.json").read_text())["scores"]
     assert len(scores) == 4
@@ -106,6 +107,7 @@ def test_a_study_from_the_command_line(
     assert (out / "small.md").read_text() == table
 
 
+@pytest.mark.process
 def test_a_study_that_is_stopped_goes_on(
     source: Path,
     tmp_path: Path,

@@ -80,7 +80,7 @@ def test_a_retried_round_begins_from_the_state_before_it(tmp_path: Path) -> None
         return reply
 
     config = config_of({"name": "scaffold"}, clients_per_round=9)
-    federation = Federation(config, tmp_path, tamper=lose, quorum=1.0, round_seconds=1.0)
+    federation = Federation(config, tmp_path, tamper=lose, min_fraction=1.0, round_seconds=1.0)
     there, here = federation.run(), simulated(config)
     assert len(lost) == 2
     assert torch.equal(here.server.weights, there.server.weights)

@@ -173,7 +173,7 @@ def test_a_reply_that_flower_cannot_decode_is_that_of_one_client(tmp_path: Path)
     strategy = prefed.flower.FedAvg(**OPTIONS)
     result = run(strategy, tiny_grid(tiny_app(arrays()), tmp_path, tamper), 1)
     assert result.arrays is not None
-    assert "cannot be read" in str(strategy.gathering.refused[0])
+    assert "cannot be read" in str(strategy.arrivals.refused[0])
 
 
 def test_flower_s_dp_wrapper_goes_round(tmp_path: Path) -> None:
@@ -270,4 +270,4 @@ def test_nobody_answers_for_another(tmp_path: Path) -> None:
 
     strategy = prefed.flower.FedAvg(**OPTIONS)
     run(strategy, tiny_grid(tiny_app(arrays()), tmp_path, tamper), 1)
-    assert "node 9 answered for it" in str(strategy.gathering.refused[0])
+    assert "node 9 answered for it" in str(strategy.arrivals.refused[0])

@@ -103,6 +103,7 @@ return boxes;
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("width", [1280, 390])
 def test_in_a_browser(report: Path, browser: Any, width: int) -> None:
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}

@@ -23,7 +23,7 @@ from prefed.experiments.stored_runs import StoredRun, load_runs
 from prefed.experiments.sweep import score
 from prefed.training.engines import linear_chains
 from tests.helpers import official
-from tests.helpers.commands import prefed_command
+from tests.helpers.commands import prefed_here
 from tests.helpers.engine_runs import same
 from tests.helpers.problems import SIZES, arrays, tiny_model
 
@@ -324,8 +324,9 @@ def test_scores_and_measures(tmp_path: Path) -> None:
     assert measures([]) == [ACCURACY]
 
 
+@pytest.mark.process
 def test_compare_runs_and_report_rank_by_the_loss(tmp_path: Path) -> None:
-    done = prefed_command(
+    done = prefed_here(
         "compare", "digits-noniid", "--set", "model=autoencoder", "--set", "data.target=input",
         "--set", "model.widths=[16,8]", "--set", "rounds=4", "--set", "local_steps=5",
         "--algorithms", "fedavg,prefed", "--seeds", "2", "--out", "c", "--workers", "1",
@@ -346,7 +347,7 @@ def test_compare_runs_and_report_rank_by_the_loss(tmp_path: Path) -> None:
     for row in rows:
         assert f"{means[row.split()[0]]:.4g}" in row
 
-    listed = prefed_command("runs", "c", cwd=tmp_path).stdout
+    listed = prefed_here("runs", "c", cwd=tmp_path).stdout
     assert "test" in listed
     assert "accuracy" not in listed
     html = (tmp_path / "c" / "report.html").read_text()
@@ -361,8 +362,9 @@ def test_compare_runs_and_report_rank_by_the_loss(tmp_path: Path) -> None:
     assert len(load_runs(tmp_path / "c")) == 4
 
 
+@pytest.mark.process
 def test_a_sweep_chooses_the_lowest_loss(tmp_path: Path) -> None:
-    done = prefed_command(
+    done = prefed_here(
         "sweep", "digits-iid", "--set", "model=autoencoder", "--set", "data.target=input",
         "--set", "model.widths=[16,8]", "--set", "rounds=3", "--set", "local_steps=5",
         "--set", "algorithm=fedadam", "--grid", "client_lr=0.001,0.1,1e30",
@@ -386,7 +388,7 @@ def test_a_sweep_chooses_the_lowest_loss(tmp_path: Path) -> None:
 
 
 def test_the_line_of_a_run_says_the_test_loss(tmp_path: Path) -> None:
-    done = prefed_command(
+    done = prefed_here(
         "run", "digits-iid", "--set", "model=autoencoder", "--set", "data.target=input",
         "--set", "rounds=2", "--set", "local_steps=2", "--set", "evaluate_every=2", "--out", "r",
         cwd=tmp_path,
@@ -396,6 +398,6 @@ def test_the_line_of_a_run_says_the_test_loss(tmp_path: Path) -> None:
     last = json.loads((tmp_path / "r" / "rounds.jsonl").read_text().splitlines()[-1])
     assert "test loss" not in lines[0]
     assert f"test loss {last['test_loss']:.4g}, " in lines[-2]
-    shown = prefed_command("data", "show", str(tmp_path / "r" / "config.toml"), cwd=tmp_path)
+    shown = prefed_here("data", "show", str(tmp_path / "r" / "config.toml"), cwd=tmp_path)
     assert "10 classes" in shown.stdout
     assert "heterogeneity" in shown.stdout

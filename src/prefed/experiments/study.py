@@ -42,6 +42,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from prefed.algorithms import ALGORITHMS
+from prefed.core.deprecated import with_new_names
 from prefed.core.errors import PrefedError, RunFailed, did_you_mean, explain
 from prefed.core.safe_files import read_whole, write_whole
 from prefed.experiments.config import Config, assign, load, read_toml
@@ -265,7 +266,7 @@ class Bench:
             right, config, scores = False, None, {}
         if not right:
             raise PrefedError(f"{path}: does not hold the scores of a study; remove it")
-        if config != self._base():
+        if with_new_names(config, Config.RENAMED, warn=False) != self._base():
             raise PrefedError(f"{path}: holds scores of another config; choose another --out")
         return scores
 
