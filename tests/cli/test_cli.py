@@ -85,9 +85,9 @@ def test_all_config_errors_at_once(tmp_path: Path) -> None:
     [
         (["run", "digits-nonid"], 'did you mean "digits-noniid"?'),
         (["run", "digits-iid", "--set", "rounds"], "key=value"),
-        (["run", "digits-iid", "--set", "client_lrr=1"], "client_lr"),
-        (["run", "digits-iid", "--set", "algorithm=fedadm"], "fedadam"),
-        (["run", "digits-iid", "--set", "device=cuda:99"], "device"),
+        (["run", "digits-iid", "--set", "client_lrr=1"], 'did you mean "client_lr"?'),
+        (["run", "digits-iid", "--set", "algorithm=fedadm"], 'did you mean "fedadam"?'),
+        (["run", "digits-iid", "--set", "device=cuda:99"], "device: 'cuda:99' cannot be used here"),
         (["run", "digits-iid", "--set", "data.split.clients=5000"], "1437 samples"),
         (["cat", "prefedd"], 'did you mean "prefed"?'),
         (["run", "digits-iid", "--set", "algorithm=nowhere:Thing"], "cannot import"),

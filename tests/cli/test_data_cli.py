@@ -34,7 +34,7 @@ def test_show_draws_the_split(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_get_offline_says_where_to_put_the_files(tmp_path: Path) -> None:
+def test_a_misspelt_data_set(tmp_path: Path) -> None:
     done = prefed_here("data", "get", "cifarr10", cwd=tmp_path)
     assert done.returncode == 2
-    assert "cifar10" in done.stderr
+    assert 'did you mean "cifar10"' in done.stderr

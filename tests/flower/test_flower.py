@@ -18,6 +18,7 @@ from prefed.flower.client import client_app
 from prefed.flower.local_deployment import check_folder
 from prefed.flower.server import FlowerTrainer, run
 from tests.helpers.federation import HOSTILE, Federation, config_of, poison, simulated, without
+from tests.helpers.problems import local
 
 ON_FLOWER = [n for n in prefed.ALGORITHMS.names() if n != "prefedsync"]
 VARIANTS: list[dict[str, Any]] = [
@@ -165,8 +166,7 @@ def test_run_directory_resume_and_kept_state(tmp_path: Path) -> None:
 
 
 def test_a_client_that_lost_its_state_begins_anew(tmp_path: Path) -> None:
-    import shutil
-
+    """As in a simulation whose client 3 has lost what it kept; what is damaged is not used."""
     config = config_of({"name": "scaffold"}, clients_per_round=9, rounds=2)
     federation = Federation(config, tmp_path, nodes=1)
     deployment = federation.run(1)
@@ -176,10 +176,12 @@ def test_a_client_that_lost_its_state_begins_anew(tmp_path: Path) -> None:
     state.write_bytes(bytes(content))
     deployment.run_round()
     assert deployment.history[1].get("refused") is None
-    damaged = deployment.server.weights.clone()
-    shutil.rmtree(tmp_path / "node-0")
-    again = Federation(config, tmp_path, nodes=1).run()
-    assert not torch.equal(damaged, again.server.weights)
+    here = config.make_run()
+    here.run_round()
+    assert local(here).kept.pop(3)["c_i"].any()
+    here.run_round()
+    assert torch.equal(deployment.server.weights, here.server.weights)
+    assert not torch.equal(here.server.weights, simulated(config).server.weights)
 
 
 def test_lockstep_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import prefed
+from tests.helpers.device import DEVICE
 from tests.helpers.problems import SIZES, tiny_data
 
 RATES = {
@@ -55,7 +56,7 @@ def batchnorm() -> nn.Module:
 def run(name: str, model: nn.Module, engine: str, **options: Any) -> prefed.Result:
     algorithm = prefed.ALGORITHMS.get(name)(client_lr=RATES.get(name, 0.05))
     settings: dict[str, Any] = {"rounds": 20, "local_steps": 3, "batch_size": 4, "seed": 5}
-    settings |= {"device": "cpu", "clients_per_round": 4}
+    settings |= {"device": DEVICE, "clients_per_round": 4}
     dtype = next(model.parameters()).dtype
     data = options.pop("data", None) or tiny_data(dtype)
     return prefed.simulate(algorithm, model, data, engine=engine, **settings | options)
