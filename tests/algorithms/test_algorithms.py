@@ -150,7 +150,7 @@ def test_float64_and_batchnorm_buffers(name: str) -> None:
     torch.testing.assert_close(counters["1.running_mean"], expected, rtol=1e-6, atol=1e-8)
     assert result.weights.isfinite().all()
     assert all(p.grad is None for p in model.parameters())  # the model is not trained itself
-    assert not model[1].running_mean.any()  # type: ignore[union-attr]
+    assert not dict(model.named_buffers())["1.running_mean"].any()
 
 
 PLUGIN = '''

@@ -6,6 +6,7 @@ import importlib
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
@@ -107,7 +108,7 @@ def test_dropout_with_set() -> None:
 
 
 def test_dropout_in_simulate() -> None:
-    options = {"rounds": 4, "local_steps": 1, "device": "cpu", "seed": 1}
+    options: dict[str, Any] = {"rounds": 4, "local_steps": 1, "device": "cpu", "seed": 1}
     with pytest.warns(FutureWarning, match=SAYS) as seen:
         old = prefed.simulate(
             prefed.FedAvg(), tiny_model(), tiny_data(), dropout=0.5, **options

@@ -5,8 +5,6 @@ GPU, it is seen at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -49,6 +47,9 @@ CASES = [(n, o) for n in prefed.ALGORITHMS.names() for o in [{}, *OPTIONS.get(n,
 class OnMeta(TorchDispatchMode):
     """Fails when an operation gives or takes a tensor that is not on the meta device."""
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves((args, kwargs, result)):
@@ -83,19 +84,13 @@ class MetaBlock(Block):
         return rows.mean(0)
 
 
-@contextmanager
-def on_meta() -> Iterator[None]:
-    with OnMeta():
-        yield
-
-
 def round_on_meta(algorithm: prefed.Algorithm, dtype: torch.dtype = torch.float32) -> Server:
     inputs, hidden, classes = SIZES
     shapes = {"0.weight": (hidden, inputs), "0.bias": (hidden,), "1.weight": (classes, hidden)}
     tensors = {n: torch.empty(s, device="meta", dtype=dtype) for n, s in shapes.items()}
     layout = Layout.of(tensors.items())
     weights = torch.empty(layout.size, device="meta", dtype=dtype)
-    with on_meta():
+    with OnMeta():
         server = Server.start(algorithm, layout, weights, weights.new_empty(2))
         kept = {CLIENTS[0]: first_kept(algorithm, layout, weights)}
         for _ in range(3):
