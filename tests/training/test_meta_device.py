@@ -48,7 +48,7 @@ class OnMeta(TorchDispatchMode):
     """Fails when an operation gives or takes a tensor that is not on the meta device."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
