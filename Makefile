@@ -11,7 +11,7 @@ STUDIES := digits-noniid digits-autoencoder synthetic upload-digits cifar10-noni
 help:
 	@echo "make demo    compare seven algorithms on 8x8 digits (about a minute after set-up)"
 	@echo "make test    run the tests (under six minutes on two cores)"
-	@echo "make test-fast  those that start no process (under a minute)"
+	@echo "make test-fast  a part that starts no process (under a minute)"
 	@echo "make test-all   all of them: every fault, every protection, real deployments (hours)"
 	@echo "make check   ruff, mypy --strict, and known holes in dependencies"
 	@echo "make docs    the documentation site, into build/docs"
@@ -40,7 +40,7 @@ test: venv
 	$(BIN)/python -m pytest -n 2
 
 test-fast: venv
-	$(BIN)/python -m pytest -n 2 -m "not slow and not process"
+	$(BIN)/python -m pytest -n 2 --fast
 
 test-all: venv
 	$(BIN)/python -m pytest -n 2 -m ""

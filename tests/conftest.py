@@ -18,6 +18,27 @@ torch.set_num_threads(1)
 settings.register_profile("prefed", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("prefed")
 
+CASES = 3
+"""Of a test with more cases than this, --fast takes about so many, spread evenly."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="a part that takes less than a minute")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --fast no test that is marked, and of a test with many cases a few."""
+    if not config.getoption("--fast"):
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in ("process", "long", "slow")):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen = {item for group in cases.values() for item in group[:: -(-len(group) // CASES)]}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
+
+
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
 """What Python tells its audit hooks when a process is about to begin."""
 HARMLESS = {"git", "uname", "lscpu"}

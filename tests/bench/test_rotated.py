@@ -22,6 +22,7 @@ def rotated() -> Any:
     return module
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [6, pytest.param(1, marks=pytest.mark.slow)])
 def test_full_needs_five_times_fewer_rounds_than_the_best_of_the_others(
     rotated: Any, share: int

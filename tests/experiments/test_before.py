@@ -91,6 +91,7 @@ def test_the_config_that_was_written_then_can_be_run_now(folder: Path) -> None:
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
+@pytest.mark.long
 def test_it_can_be_read_and_reported_on(folder: Path) -> None:
     runs = prefed.load_runs(folder)
     assert [(run.algorithm, run.status, len(run.history)) for run in runs] == [

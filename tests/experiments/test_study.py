@@ -167,6 +167,7 @@ def test_scores_are_checked_before_use(source: Path, tmp_path: Path) -> None:
         read("nothing-of-that-name")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", studies())
 def test_shipped_studies_can_be_planned(name: str, tmp_path: Path) -> None:
     """Every point and every line is a config that `load` accepts."""

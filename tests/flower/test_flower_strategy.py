@@ -37,6 +37,7 @@ def stock_nodes(stock: ModuleType, count: int = 4) -> dict[int, tuple[ClientApp,
     return {901 - 100 * n: (stock.app, config | {"partition-id": n}) for n in range(count)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [
     lambda: prefed.flower.FedAdam(server_lr=0.003, beta1=0.0),
     lambda: prefed.flower.PreFedOpt(server_lr=0.003, per_step=False),

@@ -58,6 +58,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "report.html"
 
 
+@pytest.mark.long
 def test_it_is_one_small_file_and_escapes_what_users_write(report: Path) -> None:
     html = report.read_text()
     assert report.stat().st_size < 8e6
