@@ -5,15 +5,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
+import prefed
+
 # Tests run side by side on small problems: more threads only get into each other's way.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+
+# Processes that tests start, wherever they stand, take the package that is tested here.
+package = str(Path(prefed.__file__).resolve().parent.parent)
+os.environ["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 settings.register_profile("prefed", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("prefed")
