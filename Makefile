@@ -9,11 +9,13 @@ READY := $(VENV)/.ready
 SEVEN := fedavg,fedadagrad,fedadam,fedyogi,adaalter,prefed,prefedopt
 STUDIES := digits-noniid digits-autoencoder synthetic upload-digits cifar10-noniid cifar10-iid upload-cifar10 shakespeare cifar10-autoencoder
 
-.PHONY: help venv demo test check format docs bench bench-peers study faults protections hostile deployments clean
+.PHONY: help venv demo test test-fast test-all check format docs bench bench-peers study faults protections hostile deployments clean
 
 help:
 	@echo "make demo    compare seven algorithms on 8x8 digits (about a minute after set-up)"
-	@echo "make test    run the tests"
+	@echo "make test    run the tests (under six minutes on two cores)"
+	@echo "make test-fast  a part that starts no process (under a minute)"
+	@echo "make test-all   all of them: every fault, every protection, real deployments (hours)"
 	@echo "make check   ruff, mypy --strict, and known holes in dependencies"
 	@echo "make docs    the documentation site, into build/docs"
 	@echo "make venv    .venv with all that tests, linters and documentation need"
@@ -46,6 +48,12 @@ demo: $(READY_RUN)
 
 test: venv
 	$(BIN)/python -m pytest -n 2
+
+test-fast: venv
+	$(BIN)/python -m pytest -n 2 --fast
+
+test-all: venv
+	$(BIN)/python -m pytest -n 2 -m ""
 
 check: venv
 	$(BIN)/ruff check .
@@ -82,10 +90,10 @@ protections: venv
 	$(BIN)/python -m tests.faults.protections
 
 hostile: venv
-	PREFED_HOSTILE=2000 $(BIN)/python -m pytest -n 2 tests/training/test_hostile_updates.py
+	$(BIN)/python -m pytest -n 2 -m "" tests/training/test_hostile_updates.py
 
 deployments: venv
-	PREFED_SLOW=1 $(BIN)/python -m pytest tests/flower/test_deploy.py
+	$(BIN)/python -m pytest -m "" tests/flower/test_deploy.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

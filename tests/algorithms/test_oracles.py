@@ -12,6 +12,7 @@ import torch
 import prefed
 from prefed.core import draws
 from tests.helpers import oracles
+from tests.helpers.device import DEVICE
 from tests.helpers.problems import SIZES, arrays, tiny_data, tiny_model
 
 ROUNDS, STEPS, BATCH = 5, 3, 5
@@ -98,7 +99,7 @@ def compare(name: str, options: dict[str, Any], weighting: str, batch: int | Non
             batch_size=batch,
             seed=3,
             weighting=weighting,
-            device="cpu",
+            device=DEVICE,
         ),
     )
     clients = arrays()
@@ -108,7 +109,7 @@ def compare(name: str, options: dict[str, Any], weighting: str, batch: int | Non
         assert batch is not None
         return draws.batches(3, round, client, samples, STEPS * batch).reshape(STEPS, batch)
 
-    start = simulation.server.weights.numpy().copy()
+    start = simulation.server.weights.cpu().numpy().copy()
     records = [simulation.run_round() for _ in range(ROUNDS)]
     cohorts = [record["cohort"] for record in records]
     assert len({tuple(c) for c in cohorts}) > 1
@@ -150,7 +151,7 @@ def compare(name: str, options: dict[str, Any], weighting: str, batch: int | Non
 
 def close(ours: torch.Tensor, theirs: Any, tolerance: float = 1e-10) -> None:
     theirs = np.broadcast_to(theirs, ours.shape)
-    np.testing.assert_allclose(ours.numpy(), theirs, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(ours.cpu().numpy(), theirs, rtol=tolerance, atol=tolerance)
 
 
 def test_every_registered_algorithm_has_an_oracle() -> None:
@@ -174,7 +175,13 @@ def test_schedules() -> None:
     rate = prefed.schedule.step(0.1, decay=0.5, every=2)
     algorithm = prefed.FedAdam(client_lr=rate, server_lr=prefed.schedule.cosine(0.1, rounds=4))
     result = prefed.simulate(
-        algorithm, tiny_model(), tiny_data(), rounds=4, local_steps=2, batch_size=None
+        algorithm,
+        tiny_model(),
+        tiny_data(),
+        rounds=4,
+        local_steps=2,
+        batch_size=None,
+        device=DEVICE,
     )
     trace = oracles.run(
         "fedadam",
@@ -185,7 +192,9 @@ def test_schedules() -> None:
         lambda w, x, y: oracles.loss_and_grad(w, x, y, SIZES),
         prefed.simulate(
             prefed.FedAvg(client_lr=1e-300), tiny_model(), tiny_data(), rounds=1, local_steps=1
-        ).weights.numpy(),
+        )
+        .weights.cpu()
+        .numpy(),
         arrays(),
         [list(range(6))] * 4,
         2,

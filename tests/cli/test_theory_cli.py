@@ -47,6 +47,7 @@ def run(kind: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_constants(tmp_path: Path) -> None:
     found = run("constants", tmp_path / "out")["constants"]
     for name in ("L", "G", "local", "local_largest", "spread", "gap"):
@@ -60,6 +61,7 @@ def test_constants(tmp_path: Path) -> None:
     assert "is not empty" in str(again.exception)
 
 
+@pytest.mark.long
 def test_bounds(tmp_path: Path) -> None:
     found = run("bounds", tmp_path / "out")
     assert found["client_lr"] == pytest.approx(1 / (5**0.5 * 3 * found["constants"]["L"]["value"]))
@@ -73,6 +75,7 @@ def test_bounds(tmp_path: Path) -> None:
     assert names == {"divergence", "gradient", "rate-K", "rate-m"}
 
 
+@pytest.mark.long
 def test_noise(tmp_path: Path) -> None:
     found = run("noise", tmp_path / "out")["noise"]
     quadratic = found["quadratic"]["perfect"]
@@ -101,6 +104,7 @@ def test_names_of_users_are_escaped(tmp_path: Path) -> None:
     assert "<script>" not in (tmp_path / "r.html").read_text()
 
 
+@pytest.mark.long
 def test_bounds_of_two_clients_have_no_rate_in_m(tmp_path: Path) -> None:
     changes = [word for change in SMALL for word in ("--set", change)]
     few = ["--set", "data.split.clients=2", "--set", "clients_per_round=2"]

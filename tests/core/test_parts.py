@@ -120,7 +120,7 @@ def test_schedules() -> None:
     assert [cosine(0), cosine(5), cosine(10), cosine(99)] == pytest.approx([1, 0.6, 0.2, 0.2])
     warm = schedule.warmup(step, rounds=4)
     assert [warm(0), warm(3), warm(4), warm(24)] == pytest.approx([0.01, 0.04, 0.05, 0.005])
-    assert prefed.FedAvg(client_lr=step).client_lr is not None
+    assert prefed.FedAvg(client_lr=step).client_lr == step
 
 
 labels_strategy = st.integers(1, 6).flatmap(

@@ -159,11 +159,13 @@ def test_hostile_archives(case: str, tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"inside", "a.tar.gz"}
 
 
-@pytest.mark.parametrize("name", ["../out", "big"])
-def test_hostile_zips(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"), [("../out", "outside the target"), ("big", "more than 64 times")]
+)
+def test_hostile_zips(name: str, message: str, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(name, bytes(1 << 20))
     (tmp_path / "inside").mkdir()
-    with pytest.raises(prefed.PrefedError, match=r"outside the target|more than 64 times"):
+    with pytest.raises(prefed.PrefedError, match=message):
         unpack(tmp_path / "a.zip", tmp_path / "inside")
     assert list((tmp_path / "inside").iterdir()) == []

@@ -122,6 +122,7 @@ if status.exists():
 """
 
 
+@pytest.mark.process
 def test_a_million_clients() -> None:
     done = subprocess.run([sys.executable, "-c", MILLION], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -24,8 +24,8 @@ from prefed.experiments.plans import plan_comparison, run_all
 from prefed.experiments.ranking import group
 from prefed.experiments.run_directory import execute
 from prefed.experiments.stats import bootstrap_interval, sign_flip_p
-from prefed.experiments.sweep import Scored, Space, on_edge
-from tests.cli.test_cli import prefed_command
+from prefed.experiments.sweep import Space, on_edge
+from tests.helpers.commands import prefed_command, prefed_here
 from tests.helpers.problems import tiny_data, tiny_model
 
 SHORT = ["rounds=3", "local_steps=2", "model.hidden=[8]"]
@@ -66,6 +66,7 @@ def test_sign_flip_p_with_many_pairs_is_drawn() -> None:
     assert sign_flip_p([1.0] * 3) == 0.25
 
 
+@pytest.mark.process
 def test_a_comparison_is_paired_and_goes_on_after_a_stop(tmp_path: Path) -> None:
     planned = plan_comparison("digits-noniid", ["fedavg", "prefed"], 2, SHORT, tmp_path)
     with pytest.raises(prefed.Interrupted):
@@ -83,6 +84,7 @@ def test_a_comparison_is_paired_and_goes_on_after_a_stop(tmp_path: Path) -> None
     assert events == [{"end": "finished"}] * 4  # nothing is run twice
 
 
+@pytest.mark.process
 def test_a_diverged_run_is_shown_as_diverged(tmp_path: Path) -> None:
     changes = [*SHORT, "algorithm.client_lr=1e30"]
     good = plan_comparison("digits-noniid", ["prefed"], 2, SHORT, tmp_path / "a")
@@ -91,23 +93,25 @@ def test_a_diverged_run_is_shown_as_diverged(tmp_path: Path) -> None:
     assert [g.label for g in groups] == ["prefed", "fedavg"]
     assert (groups[1].count("diverged"), groups[1].mean()) == (2, None)
     words = ["compare", "digits-noniid", "--algorithms", "fedavg", "--seeds", "2", *SHORT_WORDS]
-    more = ["--set", "algorithm.client_lr=1e30", "--out", "c"]
-    done = prefed_command(*words, *more, cwd=tmp_path)
+    more = ["--set", "algorithm.client_lr=1e30", "--out", "c", "--workers", "1"]
+    done = prefed_here(*words, *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "(2/2 diverged)" in done.stdout
     assert "Diverged" in (tmp_path / "c" / "report.html").read_text()
 
 
+@pytest.mark.process
 def test_a_run_that_fails_is_exit_1_with_its_message(tmp_path: Path) -> None:
     """A model that cannot be built shows only when the run begins."""
     words = ["compare", "digits-noniid", "--algorithms", "fedavg", "--seeds", "1", *SHORT_WORDS]
-    done = prefed_command(*words, "--set", "model=cnn", "--set", "model.channels=[8,8,8,8]",
+    done = prefed_here(*words, "--set", "model=cnn", "--set", "model.channels=[8,8,8,8]",
                           "--out", "f", cwd=tmp_path)  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "error: fedavg seed 0: " in done.stderr
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.process
 def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(tmp_path: Path) -> None:
     words = ["compare", "digits-noniid", "--set", "rounds=9999", "--seeds", "1", "--out", "c"]
     process = subprocess.Popen(
@@ -129,6 +133,7 @@ def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(tmp_path: Path) -> None:
         os.killpg(process.pid, 0)
 
 
+@pytest.mark.process
 def test_sweep_chooses_on_validation_and_tests_once(tmp_path: Path) -> None:
     words = ["sweep", "digits-noniid", *SHORT_WORDS, "--set", "algorithm=fedadam", "--out", "s",
              "--grid", "client_lr=0.001,0.1,1e30", "--grid", "server_lr=0.01,0.1"]  # fmt: skip
@@ -148,15 +153,17 @@ def test_sweep_chooses_on_validation_and_tests_once(tmp_path: Path) -> None:
     assert held_out is not None
     assert len(held_out) == round(0.2 * 1437)
     assert (tmp_path / "s" / "report" / "heat-map.pdf").exists()
-    again = prefed_command(*words, cwd=tmp_path)
+    again = prefed_here(*words, cwd=tmp_path)
     assert again.stdout.splitlines()[-4:] == done.stdout.splitlines()[-4:]
 
 
+@pytest.mark.process
 def test_random_and_optuna_sweeps(tmp_path: Path) -> None:
     for kind in ("--random", "--optuna"):
-        done = prefed_command(
+        done = prefed_here(
             "sweep", "digits-iid", *SHORT_WORDS, kind, "4", "--range", "client_lr=1e-3:1",
-            "--grid", "algorithm=fedavg,fedprox", "--out", kind.strip("-"), cwd=tmp_path,
+            "--grid", "algorithm=fedavg,fedprox", "--out", kind.strip("-"), "--workers", "1",
+            cwd=tmp_path,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         runs = prefed.load_runs(tmp_path / kind.strip("-") / "points")
@@ -169,13 +176,12 @@ def test_a_best_point_on_the_edge_is_reported() -> None:
     space = Space({"client_lr": ["1", "0.1", "0.01"], "model": ["mlp", "cnn"]}, {})
     assert on_edge(space.lists, {"client_lr": "0.01", "model": "mlp"}) == ["client_lr"]
     assert on_edge(space.lists, {"client_lr": "0.1", "model": "mlp"}) == []
-    assert Scored({}, []).point == {}
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--grid", "client_lr"], "form key=value"),
+        (["--grid", "client_lr"], "should have the form key=value"),
         ([], "--grid"),
         (["--range", "client_lr=1:0.1", "--random", "2"], "low:high"),
         (["--range", "client_lr=0.1:1"], "--range needs --random"),
@@ -183,7 +189,7 @@ def test_a_best_point_on_the_edge_is_reported() -> None:
     ],
 )
 def test_sweep_mistakes(words: list[str], message: str, tmp_path: Path) -> None:
-    done = prefed_command("sweep", "digits-iid", *words, cwd=tmp_path)
+    done = prefed_here("sweep", "digits-iid", *words, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
 
@@ -224,10 +230,11 @@ def test_pandas_and_runs(tmp_path: Path) -> None:
     assert len(frame) == 6
     assert frame.groupby("seed")["bytes_up"].sum().nunique() == 1
     assert set(frame["status"]) == {"finished"}
-    listed = prefed_command("runs", ".", cwd=tmp_path)
+    listed = prefed_here("runs", ".", cwd=tmp_path)
     assert listed.stdout.count("finished") == 2
 
 
+@pytest.mark.process
 def test_tensorboard(tmp_path: Path) -> None:
     words = ["run", "digits-iid", *SHORT_WORDS, "--out", "run", "--track", "tensorboard"]
     done = prefed_command(*words, cwd=tmp_path)
@@ -239,6 +246,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("test_accuracy")] == [1, 2, 3]
 
 
+@pytest.mark.process
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -251,10 +259,10 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_and_missing_trackers(tmp_path: Path) -> None:
-    done = prefed_command("run", "digits-iid", "--track", "tensorbord", cwd=tmp_path)
+    done = prefed_here("run", "digits-iid", "--track", "tensorbord", cwd=tmp_path)
     assert done.returncode == 2
     assert "tensorboard" in done.stderr
-    done = prefed_command("run", "digits-iid", "--track", "wandb", cwd=tmp_path)
+    done = prefed_here("run", "digits-iid", "--track", "wandb", cwd=tmp_path)
     assert done.returncode == 2
     assert "pip install 'prefed[tracking]'" in done.stderr
     assert not (tmp_path / "runs").exists()

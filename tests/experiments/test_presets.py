@@ -25,6 +25,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return official.everything(tmp_path_factory.mktemp("data"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", presets())
 def test_a_round_of_every_preset(name: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFED_DATA", str(data))

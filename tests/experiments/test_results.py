@@ -19,6 +19,7 @@ RESULTS = ROOT / "docs" / "results"
 DONE = sorted(path.stem for path in RESULTS.glob("*.json"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DONE)
 def test_the_table_is_that_of_the_runs(name: str, tmp_path: Path) -> None:
     """Drawn again from the committed records, as `prefed study NAME --draw` does it."""

@@ -18,12 +18,10 @@ import prefed
 from prefed.core.errors import CannotWrite
 from prefed.experiments import run_directory
 from prefed.experiments.checkpoints import CheckpointWarning
-from prefed.experiments.config import load
 from prefed.experiments.run_directory import execute
-from tests.cli.test_cli import prefed_command
-from tests.faults.kill import fingerprint
+from tests.helpers.commands import prefed_command
+from tests.helpers.run_folders import StopAfter, fingerprint, small
 
-SMALL = ["rounds=5", "local_steps=2", "model.hidden=[8]", "clients_per_round=3", "device=cpu"]
 VARIANTS = [
     *((name, []) for name in prefed.ALGORITHMS.names()),
     ("prefed", ["momentum=keep"]),
@@ -34,19 +32,6 @@ VARIANTS = [
     ("prefedopt", ["shape=block", "refresh=3", "bias_correction=true"]),
     ("prefedopt", ["shape=full", "refresh=4"]),
 ]
-
-
-def small(name: str, *more: str) -> Any:
-    return load("digits-noniid", [*SMALL, f"algorithm={name}", *more])
-
-
-class StopAfter:
-    def __init__(self, rounds: int) -> None:
-        self.left = rounds
-
-    def __call__(self) -> bool:
-        self.left -= 1
-        return self.left == 0
 
 
 @pytest.mark.parametrize(("name", "options"), VARIANTS)
@@ -167,7 +152,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_is_there(
         real(handle)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CannotWrite, match=r"No space left on device\. What is there is intact"):
+    with pytest.raises(CannotWrite, match=r"No space left on device\. The files .* are complete"):
         execute(config, tmp_path / "run")
     monkeypatch.setattr(os, "fsync", real)
     execute(config, tmp_path / "run", resume=True)
@@ -194,6 +179,7 @@ def begin(folder: Path, *more: str) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.process
 def test_one_ctrl_c_saves_and_a_second_run_is_refused(tmp_path: Path) -> None:
     process = begin(tmp_path / "run")
     second = prefed_command(*LONG, "--out", str(tmp_path / "run"), "--resume")
@@ -213,6 +199,7 @@ def test_one_ctrl_c_saves_and_a_second_run_is_refused(tmp_path: Path) -> None:
     assert prefed.load_runs(tmp_path)[0].status == "interrupted"
 
 
+@pytest.mark.process
 def test_two_ctrl_c_stop_at_once(tmp_path: Path) -> None:
     process = begin(tmp_path / "run", "--set", "local_steps=3000")
     process.send_signal(signal.SIGINT)

@@ -18,7 +18,8 @@ import prefed
 from prefed.experiments.checkpoints import CheckpointWarning
 from prefed.experiments.config import Config, load
 from prefed.experiments.run_directory import execute
-from tests.faults.trials import SMALL, checkpoint_every_round, fault, fingerprint, scratch
+from tests.faults.trials import SMALL, checkpoint_every_round, fault, scratch
+from tests.helpers.run_folders import fingerprint
 
 FILES = ("state.safetensors", "rounds.jsonl", "manifest.json")
 

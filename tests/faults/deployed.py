@@ -15,7 +15,7 @@ from tests.faults.trials import fault, scratch
 @fault("deployed: an update that is wrong", times=20, quick=3, seconds=15)
 def refused(times: int, rng: random.Random) -> Iterator[str]:
     """NaN, wrong shapes and names, lies, negative P: the round is the one without that client."""
-    from tests.flower.test_flower import HOSTILE, Federation, config_of, poison, without
+    from tests.helpers.federation import HOSTILE, Federation, config_of, poison, without
 
     kinds = list(HOSTILE)
     for number in range(times):
@@ -35,7 +35,7 @@ def refused(times: int, rng: random.Random) -> Iterator[str]:
 @fault("deployed: two hundred updates at once", times=3, quick=1, seconds=60)
 def many(times: int, rng: random.Random) -> Iterator[str]:
     """All answers wait at the server together: same bits, one reply in memory at a time."""
-    from tests.flower.test_flower import Federation, config_of, simulated
+    from tests.helpers.federation import Federation, config_of, simulated
 
     for name in ("fedavg", "prefed", "prefedlite")[:times]:
         split = {"name": "iid", "clients": 200}

@@ -20,12 +20,12 @@ from tests.faults.trials import (
     checkpoint_every_round,
     command,
     fault,
-    fingerprint,
     resumed,
     scratch,
     start,
     whole,
 )
+from tests.helpers.run_folders import fingerprint
 
 ALGORITHM = "algorithm=scaffold"
 CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000

@@ -20,14 +20,12 @@ from tests.faults.trials import (
     checkpoint_every_round,
     command,
     fault,
-    fingerprint,
     resumed,
     scratch,
     start,
     whole,
 )
-
-__all__ = ["fingerprint"]
+from tests.helpers.run_folders import fingerprint
 
 SERVER = ("algorithm=fedadam",)
 SHARED = ("algorithm=prefed",)

@@ -8,8 +8,6 @@ a child is the command line itself, `prefed.cli.main`.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import random
 import signal
@@ -24,6 +22,7 @@ from pathlib import Path
 
 from prefed import cli
 from prefed.experiments import run_directory
+from tests.helpers.run_folders import fingerprint, leftovers
 
 Trials = Callable[[int, random.Random], Iterator[str]]
 
@@ -139,18 +138,6 @@ def call(words: list[str]) -> int:
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     return 0
-
-
-def fingerprint(folder: Path) -> str:
-    """Of the final weights and of the history, times aside."""
-    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
-    rounds = json.dumps([{**line, "seconds": 0} for line in lines])
-    weights = (folder / "model.safetensors").read_bytes()
-    return hashlib.sha256(weights + rounds.encode()).hexdigest()
-
-
-def leftovers(folder: Path) -> list[str]:
-    return [p.name for p in folder.rglob(".*") if p.name != ".lock"]
 
 
 def whole(folder: Path, *changes: str) -> tuple[str, float]:

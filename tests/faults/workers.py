@@ -135,7 +135,7 @@ COMPARE = ("--algorithms", "fedavg,prefed", "--seeds", "2", "--workers", "2", "-
            "--set", "local_steps=3", "--set", "model.hidden=[16]")  # fmt: skip
 
 
-@fault("SIGINT or SIGTERM: prefed compare, two processes", times=50, quick=1, seconds=250)
+@fault("SIGINT or SIGTERM: prefed compare, two processes", times=50, quick=0, seconds=250)
 def compare(times: int, rng: random.Random) -> Iterator[str]:
     adopt_orphans()
     with scratch() as root:

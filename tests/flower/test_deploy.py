@@ -1,7 +1,7 @@
 """Real deployments: SuperLink, SuperNodes, TLS and keys, in processes of their own.
 
-One small run is part of every test run. PREFED_SLOW=1 (`make deployments`) adds the rest: five
-algorithms on four nodes, a stock app, nodes and SuperLinks that are killed.
+One small run is part of `make test`. `make deployments` adds the slow ones: five algorithms on four
+nodes, a stock app, nodes and SuperLinks that are killed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ from prefed.flower.local_deployment import LocalFlower, follow
 from prefed.flower.protocol import PARTITION, PARTITIONS
 from prefed.flower.write import write_app
 from tests.helpers import ROOT
-
-slow = pytest.mark.skipif("PREFED_SLOW" not in os.environ, reason="PREFED_SLOW=1 runs it")
 
 
 @pytest.fixture
@@ -94,6 +92,7 @@ def options(changes: list[str]) -> list[str]:
     return [word for change in changes for word in ("--set", change)]
 
 
+@pytest.mark.process
 def test_a_small_deployment(tmp_path: Path, nothing_left: dict[str, str]) -> None:
     """Two nodes, TLS and keys, three rounds, state that clients keep: the bits of simulation."""
     changes = ["rounds=3", "algorithm=prefed", "momentum=keep"]
@@ -115,7 +114,7 @@ def test_a_small_deployment(tmp_path: Path, nothing_left: dict[str, str]) -> Non
     (["digits-noniid", "--local", "2", "--simulate", "2"], "choose one of --local"),
     (["digits-noniid", "--local", "51"], "only 50 clients"),
     (["digits-noniid", "--local", "2", "--resume"], "--resume needs --out"),
-    (["digits-noniid", "--local", "2", "--quorum", "2"], "quorum"),
+    (["digits-noniid", "--local", "2", "--min-fraction", "2"], "min_fraction"),
     (["digits-noniid", "--set", "rounds=0", "--local", "2"], "rounds"),
 ])  # fmt: skip
 def test_usage(words: list[str], message: str, tmp_path: Path) -> None:
@@ -124,6 +123,7 @@ def test_usage(words: list[str], message: str, tmp_path: Path) -> None:
     assert done.exit_code == 2 or isinstance(done.exception, PrefedError)
 
 
+@pytest.mark.process
 def test_the_written_app(tmp_path: Path, nothing_left: dict[str, str]) -> None:
     written_to = tmp_path / "app"
     words = ["digits-noniid", "--write", str(written_to), "--norm-cap", "5"]
@@ -150,7 +150,8 @@ def wait_until(what: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.2)
 
 
-@slow
+@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [
     ["algorithm=fedavg"],
     ["algorithm=prefed", "momentum=average"],
@@ -166,7 +167,8 @@ def test_four_nodes(changes: list[str], tmp_path: Path, nothing_left: dict[str, 
     assert_equals_simulation(tmp_path / "run", changes)
 
 
-@slow
+@pytest.mark.process
+@pytest.mark.slow
 def test_on_flower_s_simulation_engine(tmp_path: Path, nothing_left: dict[str, str]) -> None:
     changes = ["algorithm=prefed", "momentum=keep", "rounds=3"]
     words = ["digits-noniid", *options(changes), "--simulate", "3", "--out", str(tmp_path / "run")]
@@ -190,7 +192,8 @@ def online(flower: LocalFlower) -> int:
     return sum(node["status"] == "online" for node in listed["nodes"])
 
 
-@slow
+@pytest.mark.process
+@pytest.mark.slow
 def test_strangers_are_refused(flower: LocalFlower, tmp_path: Path) -> None:
     """Another CA, no key, and a key that nobody registered: none of them becomes a node."""
     other = tmp_path / "other"
@@ -241,10 +244,11 @@ def trained(flower: LocalFlower, name: str) -> int:
     return path.read_text().count("Receiving: train") if path.exists() else 0
 
 
-@slow
+@pytest.mark.process
+@pytest.mark.slow
 def test_a_node_is_killed_in_the_middle_of_a_round(flower: LocalFlower, tmp_path: Path) -> None:
     folder, changes = tmp_path / "run", ["algorithm=fedavg", "rounds=2", "local_steps=2000"]
-    start(flower, folder, changes, 3, round_seconds=90.0, quorum=0.4)
+    start(flower, folder, changes, 3, round_seconds=90.0, min_fraction=0.4)
     wait_until(lambda: trained(flower, "supernode-1") > 0, 400)
     os.killpg(flower.processes["supernode-1"].pid, signal.SIGKILL)
     killed = time.monotonic()
@@ -270,11 +274,12 @@ def restart(flower: LocalFlower, name: str, place: dict[str, Any]) -> None:
     raise AssertionError("the SuperLink never took the node back")
 
 
-@slow
+@pytest.mark.process
+@pytest.mark.slow
 def test_a_node_restarts_with_what_its_clients_kept(flower: LocalFlower, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     changes = ["algorithm=prefed", "momentum=keep", "rounds=5"]
-    start(flower, folder, changes, 2, round_seconds=120.0, quorum=1.0, retries=5)
+    start(flower, folder, changes, 2, round_seconds=120.0, min_fraction=1.0, retries=5)
     rounds = folder / "rounds.jsonl"
     wait_until(lambda: rounds.exists() and len(rounds.read_text().splitlines()) >= 2, 600)
     killed = flower.processes.pop("supernode-1")
@@ -287,7 +292,8 @@ def test_a_node_restarts_with_what_its_clients_kept(flower: LocalFlower, tmp_pat
     assert_equals_simulation(folder, changes)
 
 
-@slow
+@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["superlink", "ctrl-c", "killed"])
 def test_resume(how: str, tmp_path: Path, nothing_left: dict[str, str]) -> None:
     """The SuperLink is killed, Ctrl-C, or prefed itself is killed: resumed to the same bits."""
@@ -319,7 +325,8 @@ def test_resume(how: str, tmp_path: Path, nothing_left: dict[str, str]) -> None:
     assert_equals_simulation(folder, changes)
 
 
-@slow
+@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["FedAdam", "PreFedOpt"])
 def test_a_stock_app_on_a_real_deployment(
     strategy: str, flower: LocalFlower, tmp_path: Path

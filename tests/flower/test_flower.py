@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
 import torch
-from flwr.app import Array, Message, MetricRecord
+from flwr.app import Message
 
 import prefed
 from prefed.core.errors import Diverged, PrefedError, RunFailed
-from prefed.experiments.config import Config, load
 from prefed.experiments.stored_runs import load_run
 from prefed.flower import protocol as p
 from prefed.flower.client import client_app
-from prefed.flower.deployment_options import Options
 from prefed.flower.local_deployment import check_folder
 from prefed.flower.server import FlowerTrainer, run
-from prefed.training.mean import Mean
-from prefed.training.round import Server, server_update
-from prefed.training.run import Run, Simulation
-from tests.helpers.loopback import LoopbackGrid, Tamper
+from tests.helpers.federation import HOSTILE, Federation, config_of, poison, simulated, without
 from tests.helpers.problems import local
 
-CONFIG = {
-    "rounds": 4,
-    "clients_per_round": 4,
-    "local_steps": 3,
-    "batch_size": 8,
-    "engine": "sequential",
-    "data": {"name": "digits", "split": {"name": "dirichlet", "clients": 9, "alpha": 0.3}},
-    "model": {"name": "mlp", "hidden": [8]},
-}
 ON_FLOWER = [n for n in prefed.ALGORITHMS.names() if n != "prefedsync"]
 VARIANTS: list[dict[str, Any]] = [
     *({"name": name} for name in ON_FLOWER),
@@ -46,61 +31,6 @@ VARIANTS: list[dict[str, Any]] = [
     {"name": "prefed", "P_every": 3, "momentum": "derived", "aggregate": "sqrtP"},
     {"name": "prefed", "shape": "kronecker", "refresh": 2},
 ]
-
-
-def config_of(algorithm: dict[str, Any], **changes: Any) -> Config:
-    return load({**CONFIG, **changes, "algorithm": algorithm})
-
-
-def simulated(config: Config) -> Simulation:
-    simulation = config.make_run()
-    for _ in range(config.rounds):
-        simulation.run_round()
-    return simulation
-
-
-class Federation:
-    """A config, its nodes, and a server to run it."""
-
-    def __init__(
-        self,
-        config: Config,
-        folder: Path,
-        nodes: int = 3,
-        tamper: Tamper | None = None,
-        **options: Any,
-    ) -> None:
-        self.config, self.folder = config, folder
-        folder.mkdir(exist_ok=True)
-        self.path = folder / "app.toml"
-        self.path.write_text(tomli_w.dumps(config.to_dict()))
-        places = [
-            {p.PARTITION: n, p.PARTITIONS: nodes, "state-dir": str(folder / f"node-{n}")}
-            for n in range(nodes)
-        ]
-        # Node ids as Flower gives them: without any order.
-        apps = {(7919 * n) % 1009 + 1: (client_app(self.path), c) for n, c in enumerate(places)}
-        self.grid = LoopbackGrid(apps, tamper or (lambda node, message, reply: reply))
-        self.options = Options(**{"join_seconds": 2.0, "round_seconds": 20.0, **options})
-
-    def deployment(self) -> Run:
-        made = self.config.make_run(
-            partial(
-                FlowerTrainer,
-                grid=self.grid,
-                config=self.path.read_text(),
-                options=self.options,
-                own_data=False,
-            )
-        )
-        made.prepare()
-        return made
-
-    def run(self, rounds: int | None = None) -> Run:
-        deployment = self.deployment()
-        for _ in range(rounds or self.config.rounds):
-            deployment.run_round()
-        return deployment
 
 
 @pytest.mark.parametrize("algorithm", VARIANTS, ids=str)
@@ -124,66 +54,6 @@ def test_order_and_number_of_nodes_do_not_matter(tmp_path: Path) -> None:
         results.append(federation.run().server.weights)
         assert federation.grid.most_pulled == 1  # one reply at a time in memory
     assert all(torch.equal(results[0], other) for other in results[1:])
-
-
-def poison(client: int, what: str) -> Tamper:
-    """Make the update of one client, and of no other on its node, a hostile one."""
-
-    def tamper(node: int, message: Message, reply: Message) -> Message:
-        if reply.has_error() or p.about_key(client) not in reply.content:
-            return reply
-        arrays: Any = reply.content[p.update_key(client)]
-        about: Any = reply.content[p.about_key(client)]
-        if what == "nan":
-            bad = arrays["weights/values"].numpy().copy()
-            bad[0] = float("nan")
-            arrays["weights/values"] = Array(bad)
-        elif what == "shape":
-            arrays["weights/values"] = Array(arrays["weights/values"].numpy()[:1])
-        elif what == "name":
-            arrays["more"] = arrays["weights/values"]
-        elif what == "lying header":
-            good = arrays["weights/values"]
-            arrays["weights/values"] = Array("float32", good.shape, "numpy.ndarray", good.data[:-4])
-        elif what == "negative P":
-            arrays["P/values"] = Array(arrays["P/values"].numpy() - 1)
-        elif what == "count":
-            about[p.SAMPLES] = 10**12
-        elif what == "round":
-            about[p.ROUND] = about[p.ROUND] + 1
-        elif what == "another":
-            about[p.CLIENT] = client + 1
-        elif what == "nothing":
-            del reply.content[p.update_key(client)]
-        elif what == "metrics":
-            reply.content[p.about_key(client)] = MetricRecord({"loss": [1.0, 2.0]})
-        return reply
-
-    return tamper
-
-
-HOSTILE = [
-    "nan", "shape", "name", "lying header", "negative P", "count", "round", "another", "nothing",
-    "metrics",
-]  # fmt: skip
-
-
-def without(config: Config, victim: int) -> Server:
-    """The server after one round with everyone but the victim, worked out by hand."""
-    here, everyone = config.make_run(), config.clients_per_round
-    assert everyone is not None
-    mean = Mean()
-    workers = local(here).workers
-    assert workers is not None
-    engine = workers.engines[0]
-    for client in range(everyone):
-        if client != victim:
-            update = engine.update(here.algorithm, here.server, [client], {})
-            values = {n: v[0] for n, v in update.values.items()}
-            mean.add(client, values, 1.0, float(update.losses[0]))
-    share = (everyone - 1) / everyone
-    server_update(here.algorithm, here.server, mean.result()[0], config.local_steps, share)
-    return here.server
 
 
 @pytest.mark.parametrize("what", HOSTILE)
@@ -211,7 +81,7 @@ def test_a_retried_round_begins_from_the_state_before_it(tmp_path: Path) -> None
         return reply
 
     config = config_of({"name": "scaffold"}, clients_per_round=9)
-    federation = Federation(config, tmp_path, tamper=lose, quorum=1.0, round_seconds=1.0)
+    federation = Federation(config, tmp_path, tamper=lose, min_fraction=1.0, round_seconds=1.0)
     there, here = federation.run(), simulated(config)
     assert len(lost) == 2
     assert torch.equal(here.server.weights, there.server.weights)
@@ -296,8 +166,7 @@ def test_run_directory_resume_and_kept_state(tmp_path: Path) -> None:
 
 
 def test_a_client_that_lost_its_state_begins_anew(tmp_path: Path) -> None:
-    import shutil
-
+    """As in a simulation whose client 3 has lost what it kept; what is damaged is not used."""
     config = config_of({"name": "scaffold"}, clients_per_round=9, rounds=2)
     federation = Federation(config, tmp_path, nodes=1)
     deployment = federation.run(1)
@@ -307,10 +176,12 @@ def test_a_client_that_lost_its_state_begins_anew(tmp_path: Path) -> None:
     state.write_bytes(bytes(content))
     deployment.run_round()
     assert deployment.history[1].get("refused") is None
-    damaged = deployment.server.weights.clone()
-    shutil.rmtree(tmp_path / "node-0")
-    again = Federation(config, tmp_path, nodes=1).run()
-    assert not torch.equal(damaged, again.server.weights)
+    here = config.make_run()
+    here.run_round()
+    assert local(here).kept.pop(3)["c_i"].any()
+    here.run_round()
+    assert torch.equal(deployment.server.weights, here.server.weights)
+    assert not torch.equal(here.server.weights, simulated(config).server.weights)
 
 
 def test_lockstep_is_refused(tmp_path: Path) -> None:

@@ -7,26 +7,23 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import Result
-from torch import nn
 
 import prefed
 import prefed.flower
 from prefed.core.errors import PrefedError, RunFailed
-from prefed.flower import protocol as p
 from tests.helpers import ROOT
+from tests.helpers.flower_apps import LR, OPTIONS, STEPS, flat, run, tiny_app, tiny_grid
 from tests.helpers.loopback import LoopbackGrid, Tamper
 from tests.helpers.problems import arrays, tiny_model
 
 STOCK = ROOT / "examples" / "flower_stock"
-STEPS, LR = 3, 0.1
 
 
 @pytest.fixture
@@ -40,6 +37,7 @@ def stock_nodes(stock: ModuleType, count: int = 4) -> dict[int, tuple[ClientApp,
     return {901 - 100 * n: (stock.app, config | {"partition-id": n}) for n in range(count)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [
     lambda: prefed.flower.FedAdam(server_lr=0.003, beta1=0.0),
     lambda: prefed.flower.PreFedOpt(server_lr=0.003, per_step=False),
@@ -62,56 +60,6 @@ def test_a_stock_app_trains(make: Any, stock: ModuleType) -> None:
     }
 
 
-def tiny_app(samples: list[tuple[Any, Any]], helper: str = "plain") -> ClientApp:
-    """Full-batch steps on the samples of a partition."""
-    app = ClientApp()
-    prefed.flower.tell_partition(app)
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        x, y = samples[int(context.node_config[p.PARTITION])]
-        batch = (torch.tensor(x), torch.tensor(y))
-        model, content = tiny_model(), cast(Any, message.content)
-        if helper == "local_train":
-            reply: Message = prefed.flower.local_train(
-                message, context, model, [batch] * STEPS, samples=len(x)
-            )
-            return reply
-        model.load_state_dict(content["arrays"].to_torch_state_dict())
-        optimiser: Any = torch.optim.SGD(model.parameters(), LR)
-        if helper == "covariance":
-            optimiser = prefed.optim.Covariance(model.parameters(), LR)
-            prefed.flower.load_state(message, model, optimiser)
-        for _ in range(STEPS):
-            optimiser.zero_grad(set_to_none=False)
-            nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
-            optimiser.step()
-        answer = RecordDict({"arrays": ArrayRecord(model.state_dict())})
-        if helper == "covariance":
-            answer[p.STATE] = prefed.flower.state_record(message, model, optimiser)
-        answer["metrics"] = MetricRecord({"num-examples": len(x)})
-        return Message(answer, reply_to=message)
-
-    return app
-
-
-def tiny_grid(app: ClientApp, tmp_path: Path, tamper: Tamper | None = None) -> LoopbackGrid:
-    nodes = {
-        (37 * n + 5) % 11: (app, {p.PARTITION: n, "state-dir": str(tmp_path / str(n))})
-        for n in range(len(arrays()))
-    }
-    return LoopbackGrid(nodes, tamper or (lambda node, message, reply: reply))
-
-
-def run(strategy: Any, grid: LoopbackGrid, rounds: int = 4) -> Result:
-    first = ArrayRecord(tiny_model().state_dict())
-    return strategy.start(grid, first, rounds, timeout=5)  # type: ignore[no-any-return]
-
-
-def flat(record: ArrayRecord) -> torch.Tensor:
-    return torch.cat([v.reshape(-1) for v in record.to_torch_state_dict().values()])
-
-
 def simulated(algorithm: prefed.Algorithm, rounds: int = 4, **options: Any) -> torch.Tensor:
     from tests.helpers.problems import tiny_data
 
@@ -120,9 +68,6 @@ def simulated(algorithm: prefed.Algorithm, rounds: int = 4, **options: Any) -> t
         algorithm, tiny_model(), tiny_data(), rounds=rounds, local_steps=STEPS, batch_size=None,
         engine="sequential", **options,
     ).weights  # fmt: skip
-
-
-OPTIONS = {"fraction_evaluate": 0.0, "local_steps": STEPS, "ask_partitions": True}
 
 
 @pytest.mark.parametrize(

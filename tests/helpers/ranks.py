@@ -11,8 +11,8 @@ import torch
 
 import prefed
 from prefed.training import ranks
+from tests.helpers.bad_client import BAD, rounds
 from tests.helpers.problems import tiny_data, tiny_model
-from tests.training.test_clients_lost import BAD, rounds
 
 RUNS: dict[str, dict[str, Any]] = {
     "scaffold": {"engine": "sequential", "weighting": "samples", "clients_per_round": 5},

@@ -101,6 +101,7 @@ def images() -> prefed.FederatedData:
     return prefed.FederatedData(clients, (x, y), Normalise((0.5,) * 3, (0.25,) * 3), CropAndFlip(1))
 
 
+@pytest.mark.long
 def test_formats_and_precision_agree() -> None:
     """On the CPU for correctness: another memory format is the same arithmetic in another order,
     bfloat16 is near it, and the weights stay float32. (With 4 channels torch 2.13 itself

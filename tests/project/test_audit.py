@@ -15,6 +15,8 @@ import pytest
 
 from tests.helpers import ROOT
 
+pytestmark = pytest.mark.process
+
 SCRIPT = ROOT / "scripts" / "audit.py"
 
 

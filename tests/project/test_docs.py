@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 import prefed
-from tests.cli.test_cli import prefed_command
 from tests.helpers import ROOT
+from tests.helpers.commands import as_it_was, prefed_command, prefed_here
 from tests.helpers.problems import tiny_data, tiny_model
 
 SHORT = ["--set", "rounds=1", "--set", "local_steps=1"]
 SMALL = ["--set", "rounds=3", "--set", "local_steps=2", "--set", "model.hidden=[4]"]
+SMALL += ["--set", "data.split.clients=8", "--set", "clients_per_round=4"]
 PAGES = ["README.md", "docs/tour.md", "docs/own-algorithm.md", "docs/experiments.md"]
 PAGES += ["docs/upload.md", "docs/theory.md", "docs/data.md", "docs/results.md"]
 
@@ -32,27 +33,35 @@ def test_python_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     assert int(uploaded) == 5 * 3 * 4 * 354
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("how", ["here", pytest.param("process", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("page", PAGES)
-def test_commands(page: str, tmp_path: Path) -> None:
+def test_commands(page: str, how: str, tmp_path: Path) -> None:
+    """With fewer rounds; in `make test` also with one seed, and without a process for each."""
+    command = prefed_here if how == "here" else prefed_command
     for block in blocks(page, "python"):
-        exec(compile(block, page, "exec"), {})
+        with as_it_was(tmp_path):
+            exec(compile(block, page, "exec"), {})
         (tmp_path / "local_adam.py").write_text(block)
-    (tmp_path / "my-config.toml").write_text(prefed_command("cat", "digits-iid").stdout)
+    (tmp_path / "my-config.toml").write_text(command("cat", "digits-iid", cwd=tmp_path).stdout)
     for line in "".join(blocks(page, "sh")).splitlines():
         words = shlex.split(line, comments=True)
         if words and words[0] == "prefed":
             shorter = SHORT if words[1] in ("run", "compare", "sweep") else []
             shorter = SMALL if words[1] == "theory" else shorter
             shorter = ["--minutes", "0.1"] if "--minutes" in words else shorter
-            done = prefed_command(*words[1:], *shorter, cwd=tmp_path)
+            if how == "here" and words[1] in ("compare", "sweep"):
+                shorter = [*shorter, "--workers", "1"]
+                shorter += ["--seeds", "1"] if words[1] == "compare" else []
+            done = command(*words[1:], *shorter, cwd=tmp_path)
             assert done.returncode == 0, f"{line}\n{done.stderr}"
         else:
             assert words[:1] in ([], ["make"])
 
 
 def test_make_targets_of_the_readme_exist() -> None:
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.M)
-    for target in re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(), flags=re.M):
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    for target in re.findall(r"^make ([\w-]+)", (ROOT / "README.md").read_text(), flags=re.M):
         assert target in targets
 
 

@@ -1,4 +1,4 @@
-"""A small part of the fault suite; `make faults` runs all of it."""
+"""A small part of the fault suite; `make faults` and `make test-all` run all of it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,39 @@ MODULES = sorted(
 )
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_nothing_is_lost(module: str) -> None:
-    """In a process of its own, which forks before it computes."""
+def lost(*words: str, seconds: float) -> str:
+    """What the suite prints, in a process of its own, which forks before it computes."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-m", "tests.faults", "--quick", module],
-        capture_output=True, text=True, check=False, cwd=ROOT, timeout=600,
+        [sys.executable, "-m", "tests.faults", *words],
+        capture_output=True, text=True, check=False, cwd=ROOT, timeout=seconds,
         env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "\nlost 0 of " in done.stdout
+    return done.stdout
 
 
-@pytest.mark.parametrize("name", ["checksum of the manifest", "the quorum", "no network"])
+@pytest.mark.process
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_is_lost(module: str) -> None:
+    assert "\nlost 0 of " in lost("--quick", module, seconds=600)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_is_lost_in_all_of_it(module: str) -> None:
+    assert "\nlost 0 of " in lost(module, seconds=7200)
+
+
+FEW = ("checksum of the manifest", "the quorum", "no network")
+OTHERS = [p.name for p in PROTECTIONS if p.name not in FEW]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
 def test_the_suite_notices_when_a_protection_is_gone(name: str) -> None:
     what = next(p for p in PROTECTIONS if p.name == name)
     seen, last = noticed(what)

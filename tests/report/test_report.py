@@ -58,6 +58,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "report.html"
 
 
+@pytest.mark.long
 def test_it_is_one_small_file_and_escapes_what_users_write(report: Path) -> None:
     html = report.read_text()
     assert report.stat().st_size < 8e6
@@ -103,6 +104,7 @@ return boxes;
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("width", [1280, 390])
 def test_in_a_browser(report: Path, browser: Any, width: int) -> None:
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}

@@ -19,8 +19,8 @@ from prefed.rules import SHAPES, Covariance
 from prefed.rules import covariance_full as full_rule
 from prefed.training.diagnostics import diagnose
 from prefed.training.engines.vectorised import Vectorised
+from tests.helpers.engine_runs import Net, chain, same
 from tests.helpers.problems import tiny_data, tiny_model
-from tests.training.test_engines import Net, chain, same
 
 MATRIX_SHAPES = [name for name in SHAPES.names() if name != "diagonal"]
 

@@ -16,7 +16,7 @@ from prefed.training.engines.auto import Choice
 from prefed.training.engines.workers import Workers
 from prefed.training.local_trainer import LocalTrainer
 from prefed.training.task import Task
-from tests.cli.test_cli import prefed_command
+from tests.helpers.commands import prefed_here
 from tests.helpers.problems import local
 
 
@@ -105,7 +105,7 @@ def test_candidates_use_the_cores_that_torch_uses(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_command_line_shows_the_choice(tmp_path: Any) -> None:
-    done = prefed_command("run", "digits-iid", "--set", "rounds=12", "--out", "out", cwd=tmp_path)
+    done = prefed_here("run", "digits-iid", "--set", "rounds=12", "--out", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "ms per local step" in done.stderr
 

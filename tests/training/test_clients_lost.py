@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,37 +13,9 @@ import prefed
 from prefed.core import draws
 from prefed.experiments import run_directory
 from prefed.experiments.config import load
-from tests.faults.kill import fingerprint
+from tests.helpers.bad_client import BAD, rounds
 from tests.helpers.problems import tiny_data, tiny_model
-
-BAD = 2
-"""The client with samples so large that its loss overflows."""
-
-
-def with_a_bad_client() -> prefed.FederatedData:
-    data = tiny_data()
-    clients = [data.client(c).all() for c in range(len(data))]
-    x, y = clients[BAD]
-    clients[BAD] = (x * 1e300, y)
-    return prefed.FederatedData(clients)
-
-
-def squares(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (out**2).mean()
-
-
-def model() -> torch.nn.Module:
-    return torch.nn.Linear(5, 3).double()
-
-
-def rounds(name: str, count: int, **options: Any) -> prefed.Simulation:
-    settings = prefed.Settings(rounds=9, local_steps=2, batch_size=4, device="cpu", **options)
-    torch.manual_seed(0)
-    algorithm = prefed.ALGORITHMS.get(name)(client_lr=0.01)
-    simulation = prefed.Simulation(algorithm, model(), with_a_bad_client(), settings, squares)
-    for _ in range(count):
-        simulation.run_round()
-    return simulation
+from tests.helpers.run_folders import fingerprint
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])

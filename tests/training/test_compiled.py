@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 import prefed
 from prefed.core.layout import Layout
 from prefed.training.engines.compiled import cut, join
-from tests.training.test_engines import Net, batchnorm, chain, run, same
+from tests.helpers.engine_runs import Net, batchnorm, chain, run, same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["fedavg", "prefedsync"])
 def test_compiled_equals_sequential_in_float64(name: str) -> None:
     counters.clear()
@@ -29,6 +30,7 @@ def test_compiled_equals_sequential_in_float64(name: str) -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.process
 def test_compiled_with_convolutions_threads_and_clipping() -> None:
     algorithm = prefed.PreFed(client_lr=0.05, momentum="keep", clip_norm=0.5, weight_decay=0.01)
     results = [
@@ -41,6 +43,7 @@ def test_compiled_with_convolutions_threads_and_clipping() -> None:
     same(results[0], results[1], 1e-9)
 
 
+@pytest.mark.process
 def test_a_schedule_is_not_compiled_and_a_line_says_so() -> None:
     algorithm = prefed.FedAvg(client_lr=prefed.schedule.cosine(0.05, rounds=3))
 
@@ -55,6 +58,7 @@ def test_a_schedule_is_not_compiled_and_a_line_says_so() -> None:
     same(result("vectorised"), found, 0.0)
 
 
+@pytest.mark.process
 def test_what_is_not_compiled_runs_as_vectorised() -> None:
     same(
         run("fedavg", batchnorm(), "vectorised"), run("fedavg", batchnorm(), "compiled"), 0.0

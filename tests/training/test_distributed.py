@@ -35,6 +35,7 @@ def start(size: int, out: Path, **more: str) -> list[subprocess.Popen[str]]:
     ]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_same_bits_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
     """Kept state, shared state, lockstep, and fewer clients than ranks."""
@@ -50,6 +51,7 @@ def test_the_same_bits_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> Non
             assert torch.equal(found[name], value), f"{name} on rank {rank}"
 
 
+@pytest.mark.process
 def test_a_dead_rank_ends_the_run(tmp_path: Path) -> None:
     first, second = start(2, tmp_path, DIES="1")
     _, error = first.communicate(timeout=120)

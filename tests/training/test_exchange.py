@@ -15,10 +15,9 @@ from prefed.experiments.run_directory import execute
 from prefed.training.engines.vectorised import Vectorised
 from prefed.training.messages import receive, upload
 from prefed.training.round import Server, Update, traffic
-from tests.experiments.test_resume import StopAfter, small
-from tests.faults.kill import fingerprint
+from tests.helpers.engine_runs import chain, same
 from tests.helpers.problems import tiny_data, tiny_model
-from tests.training.test_engines import chain, same
+from tests.helpers.run_folders import StopAfter, fingerprint, small
 
 UPLOADS = [n for n in prefed.CODECS.names() if codec(n).signed]
 STATE = [n for n in prefed.CODECS.names() if not codec(n).feedback]

@@ -22,10 +22,10 @@ from prefed.experiments.measures import ACCURACY, LOSS, measure, measures
 from prefed.experiments.stored_runs import StoredRun, load_runs
 from prefed.experiments.sweep import score
 from prefed.training.engines import linear_chains
-from tests.cli.test_cli import prefed_command
 from tests.helpers import official
+from tests.helpers.commands import prefed_here
+from tests.helpers.engine_runs import same
 from tests.helpers.problems import SIZES, arrays, tiny_model
-from tests.training.test_engines import same
 
 TABLE: dict[str, Any] = {
     "rounds": 8,
@@ -262,7 +262,7 @@ def test_a_config_without_a_target_is_written_as_before() -> None:
 
 
 def test_deployed_it_has_the_same_bits(tmp_path: Path) -> None:
-    from tests.flower.test_flower import Federation, simulated
+    from tests.helpers.federation import Federation, simulated
 
     config = load(TABLE, ["rounds=3", "engine=sequential"])
     here, there = simulated(config), Federation(config, tmp_path).run()
@@ -272,7 +272,7 @@ def test_deployed_it_has_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_local_train_takes_the_loss_by_the_targets(tmp_path: Path) -> None:
-    from tests.flower import test_flower_strategy as flower
+    from tests.helpers import flower_apps as flower
 
     rng = np.random.default_rng(4)
     pairs = [(x, rng.normal(size=(len(x), SIZES[2]))) for x, _ in arrays()]
@@ -324,8 +324,9 @@ def test_scores_and_measures(tmp_path: Path) -> None:
     assert measures([]) == [ACCURACY]
 
 
+@pytest.mark.process
 def test_compare_runs_and_report_rank_by_the_loss(tmp_path: Path) -> None:
-    done = prefed_command(
+    done = prefed_here(
         "compare", "digits-noniid", "--set", "model=autoencoder", "--set", "data.target=input",
         "--set", "model.widths=[16,8]", "--set", "rounds=4", "--set", "local_steps=5",
         "--algorithms", "fedavg,prefed", "--seeds", "2", "--out", "c", "--workers", "1",
@@ -346,7 +347,7 @@ def test_compare_runs_and_report_rank_by_the_loss(tmp_path: Path) -> None:
     for row in rows:
         assert f"{means[row.split()[0]]:.4g}" in row
 
-    listed = prefed_command("runs", "c", cwd=tmp_path).stdout
+    listed = prefed_here("runs", "c", cwd=tmp_path).stdout
     assert "test" in listed
     assert "accuracy" not in listed
     html = (tmp_path / "c" / "report.html").read_text()
@@ -361,8 +362,9 @@ def test_compare_runs_and_report_rank_by_the_loss(tmp_path: Path) -> None:
     assert len(load_runs(tmp_path / "c")) == 4
 
 
+@pytest.mark.process
 def test_a_sweep_chooses_the_lowest_loss(tmp_path: Path) -> None:
-    done = prefed_command(
+    done = prefed_here(
         "sweep", "digits-iid", "--set", "model=autoencoder", "--set", "data.target=input",
         "--set", "model.widths=[16,8]", "--set", "rounds=3", "--set", "local_steps=5",
         "--set", "algorithm=fedadam", "--grid", "client_lr=0.001,0.1,1e30",
@@ -386,7 +388,7 @@ def test_a_sweep_chooses_the_lowest_loss(tmp_path: Path) -> None:
 
 
 def test_the_line_of_a_run_says_the_test_loss(tmp_path: Path) -> None:
-    done = prefed_command(
+    done = prefed_here(
         "run", "digits-iid", "--set", "model=autoencoder", "--set", "data.target=input",
         "--set", "rounds=2", "--set", "local_steps=2", "--set", "evaluate_every=2", "--out", "r",
         cwd=tmp_path,
@@ -396,6 +398,6 @@ def test_the_line_of_a_run_says_the_test_loss(tmp_path: Path) -> None:
     last = json.loads((tmp_path / "r" / "rounds.jsonl").read_text().splitlines()[-1])
     assert "test loss" not in lines[0]
     assert f"test loss {last['test_loss']:.4g}, " in lines[-2]
-    shown = prefed_command("data", "show", str(tmp_path / "r" / "config.toml"), cwd=tmp_path)
+    shown = prefed_here("data", "show", str(tmp_path / "r" / "config.toml"), cwd=tmp_path)
     assert "10 classes" in shown.stdout
     assert "heterogeneity" in shown.stdout
