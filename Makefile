@@ -1,5 +1,5 @@
 # `make demo` and `make test` do all set-up by themselves: Python 3.11 or newer, make and git.
-# The demo and the studies install what the package needs to run; the rest comes with `make venv`,
+# The demo installs what the package needs to run; the rest comes with `make venv`,
 # on which tests, linters and documentation depend.
 PYTHON ?= python3
 VENV := .venv
@@ -16,7 +16,7 @@ help:
 	@echo "make test    run the tests (under six minutes on two cores)"
 	@echo "make test-fast  a part that starts no process (under a minute)"
 	@echo "make test-all   all of them: every fault, every protection, real deployments (hours)"
-	@echo "make check   ruff, mypy --strict, and known holes in dependencies"
+	@echo "make check   ruff, mypy --strict, the layers of the package, known holes in dependencies"
 	@echo "make docs    the documentation site, into build/docs"
 	@echo "make venv    .venv with all that tests, linters and documentation need"
 	@echo "make format  let ruff mend and format the source"
@@ -59,6 +59,7 @@ check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src/prefed tests
+	$(BIN)/lint-imports --no-cache > /dev/null || $(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/audit.py
 
 format: venv
@@ -80,7 +81,7 @@ bench-peers: venv
 
 study: $(STUDIES:%=study-%)
 
-study-%: $(READY_RUN)
+study-%: venv
 	$(BIN)/prefed study $* --out docs/results --minutes 30
 
 faults: venv

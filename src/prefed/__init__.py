@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if not name.startswith("_"):
+    if not name.startswith("_") or name == "__all__":
         if importlib.util.find_spec(f"prefed.{name}") is not None:
             return importlib.import_module(f"prefed.{name}")  # without all the other names
         api = importlib.import_module("prefed._api")

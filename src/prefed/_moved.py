@@ -12,19 +12,28 @@ PUBLIC = {"prefed.schedule": "prefed.core.schedule"}
 """Names that stay: no warning."""
 
 _OLD = """
-algorithms.base=algorithms.algorithm checkpoints=experiments.checkpoints
-codecs.base=codecs.interface
-config=experiments.config data.registry=data.dataset distributed=training.ranks draws=core.draws
-engines=training.engines engines.base=training.engines.engine engines.auto=training.engines.auto
+admission=training.admission algorithms.base=algorithms.algorithm batches=training.batches
+bench.measure=bench.ratios checkpoints=experiments.checkpoints codecs.base=codecs.interface
+codecs.means=contrib.mean_codecs config=experiments.config data.files=data.reading
+data.registry=data.dataset diagnostics=training.diagnostics distributed=training.ranks
+draws=core.draws dropout=training.keyed_dropout engines.auto=training.engines.auto
+engines.base=training.engines.engine engines.batched=training.engines.linear_chains
+engines.compiled=training.engines.compiled engines.gather=training.engines.stacked_batches
+engines.losses=training.engines.block_losses engines.pool=training.engines.workers
 engines.sequential=training.engines.sequential engines.vectorised=training.engines.vectorised
-errors=core.errors exchange=training.messages files=core.safe_files jobs=experiments.jobs
-layout=core.layout losses=core.losses mean=training.mean measures=experiments.measures
-registry=core.registry results=experiments.stored_runs round=training.round
-rules.base=rules.rule rules.block=rules.covariance_block rules.full=rules.covariance_full
-rules.kronecker=rules.covariance_kronecker runs=experiments.run_directory
-settings=training.settings sharing=algorithms.sharing simulation=training.run
-stats=experiments.stats study=experiments.study summary=experiments.ranking
-sweep=experiments.sweep task=training.task tracking=experiments.trackers
+engines=training.engines errors=core.errors exchange=training.messages files=core.safe_files
+flower.exchange=flower.replies flower.gather=flower.arrivals flower.helpers=flower.stock_client
+flower.kept=flower.kept_state flower.local=flower.local_deployment
+flower.options=flower.deployment_options flower.simulated=flower.simulated_deployment
+jobs=experiments.jobs layout=core.layout losses=core.losses mean=training.mean
+measures=experiments.measures registry=core.registry report.study=report.study_results
+results=experiments.stored_runs round=training.round rules.base=rules.rule
+rules.block=rules.covariance_block rules.full=rules.covariance_full
+rules.kronecker=rules.covariance_kronecker rules.matrix=rules.covariance_matrix
+runs=experiments.run_directory settings=training.settings sharing=algorithms.sharing
+simulation=training.run stats=experiments.stats study=experiments.study
+summary=experiments.ranking sweep=experiments.sweep task=training.task
+tracking=experiments.trackers
 """
 MOVED = {
     f"prefed.{old}": f"prefed.{new}" for old, new in (pair.split("=") for pair in _OLD.split())

@@ -189,7 +189,7 @@ def test_one_ctrl_c_saves_and_a_second_run_is_refused(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
-    assert "go on with --resume" in err
+    assert "continue with --resume" in err
     saved = json.loads(
         sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
         .joinpath("manifest.json")

@@ -119,6 +119,7 @@ def test_a_study_from_the_command_line(
     assert (out / "small.md").read_text() == table
 
 
+@pytest.mark.process
 def test_runs_in_directories_go_into_the_archive(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

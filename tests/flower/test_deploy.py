@@ -311,7 +311,7 @@ def test_resume(how: str, tmp_path: Path, nothing_left: dict[str, str]) -> None:
     _, errors = running.communicate(timeout=60)
     if how == "superlink":
         assert running.returncode == 1
-        assert "the SuperLink has died; go on with --resume" in errors
+        assert "the SuperLink has died; continue with --resume" in errors
     elif how == "ctrl-c":
         assert running.returncode == 130
         assert "--resume" in errors

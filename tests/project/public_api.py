@@ -54,7 +54,8 @@ def _ours(registry: str) -> list[str]:
 
 def _lines(function: Any) -> list[str]:
     """A line for each parameter, so that a change shows as one line."""
-    return [str(p) for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    found = inspect.signature(function).parameters.values()
+    return [str(p.replace(annotation=p.empty)) for p in found if p.name != "self"]
 
 
 def _methods(kind: type) -> list[tuple[str, Any]]:

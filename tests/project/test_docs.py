@@ -40,9 +40,11 @@ def test_commands(page: str, how: str, tmp_path: Path) -> None:
     """With fewer rounds; in `make test` also with one seed, and without a process for each."""
     command = prefed_here if how == "here" else prefed_command
     for block in blocks(page, "python"):
+        if name := re.match(r"# (\w+\.py)\n", block):  # a file of the user's, for what follows
+            (tmp_path / name[1]).write_text(block)
         with as_it_was(tmp_path):
-            exec(compile(block, page, "exec"), {})
-        (tmp_path / "local_adam.py").write_text(block)
+            sys.path.insert(0, str(tmp_path))
+            exec(compile(block, page, "exec"), {"__name__": "__main__"})
     (tmp_path / "my-config.toml").write_text(command("cat", "digits-iid", cwd=tmp_path).stdout)
     for line in "".join(blocks(page, "sh")).splitlines():
         words = shlex.split(line, comments=True)
@@ -56,7 +58,7 @@ def test_commands(page: str, how: str, tmp_path: Path) -> None:
             done = command(*words[1:], *shorter, cwd=tmp_path)
             assert done.returncode == 0, f"{line}\n{done.stderr}"
         else:
-            assert words[:1] in ([], ["make"])
+            assert words[:1] in ([], ["make"], ["pip"])
 
 
 def test_make_targets_of_the_readme_exist() -> None:

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from prefed.cli.options import unused
 from prefed.experiments.measures import describe
 from prefed.experiments.plans import Planned
 
@@ -57,8 +57,7 @@ class LiveRuns:
 
 def new_out(kind: str, config: str) -> Path:
     """A fresh directory for an experiment without --out."""
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{kind}-{Path(config).stem}-{stamp}"
+    return unused(f"{kind}-{Path(config).stem}")
 
 
 def split_names(text: str) -> Sequence[str]:

@@ -1,5 +1,6 @@
 """Options that several commands have."""
 
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -20,3 +21,10 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="print nothing but errors")
 Workers = Annotated[
     int | None, typer.Option(min=1, help="runs at a time; by default the number of cores")
 ]
+
+
+def unused(name: str) -> Path:
+    """A directory under runs/ that is not there: the name, the time, and a number if need be."""
+    stamped = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    names = (stamped, *(f"{stamped}-{number}" for number in range(2, 1000)))
+    return next(path for path in map(Path("runs").joinpath, names) if not path.exists())

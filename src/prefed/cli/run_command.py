@@ -1,10 +1,9 @@
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from prefed.cli.options import Changes, Out, Quiet, Source
+from prefed.cli.options import Changes, Out, Quiet, Source, unused
 
 
 def run(
@@ -53,6 +52,4 @@ def run(
 
 
 def new_folder(config: str, algorithm: str, seed: int) -> Path:
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    name = f"{Path(config).stem}-{algorithm.replace(':', '.')}-seed{seed}-{stamp}"
-    return Path("runs") / name
+    return unused(f"{Path(config).stem}-{algorithm.replace(':', '.')}-seed{seed}")

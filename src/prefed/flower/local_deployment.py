@@ -262,11 +262,11 @@ def follow(
         nodes = [q.poll() for name, q in flower.processes.items() if name.startswith("supernode")]
         if nodes and None not in nodes:
             raise RunFailed(
-                f"all SuperNodes have died; go on with --resume\n{summary(flower.logs)}"
+                f"all SuperNodes have died; continue with --resume\n{summary(flower.logs)}"
             )
         if gone:
             what = "the SuperLink has died" if gone[0] == "superlink" else "the run has ended early"
-            raise RunFailed(f"{what}; go on with --resume\n{summary(flower.logs)}")
+            raise RunFailed(f"{what}; continue with --resume\n{summary(flower.logs)}")
         time.sleep(0.2)
 
 

@@ -103,8 +103,10 @@ def draw_heat_map(scored: list[Scored]) -> Figure | None:
 
 
 def save(figure: Figure, path: Path) -> list[Path]:
-    """As NAME.pdf and NAME.png."""
+    """As NAME.pdf and NAME.png, laid out once for both."""
     written = []
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
     for kind in ("pdf", "png"):
         target = path.with_name(f"{path.name}.{kind}")
         write_whole(target, to_bytes(figure, kind))
