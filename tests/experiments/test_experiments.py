@@ -25,7 +25,8 @@ from prefed.experiments.plans import plan_comparison, run_all
 from prefed.experiments.ranking import group
 from prefed.experiments.run_directory import execute
 from prefed.experiments.stats import bootstrap_interval, sign_flip_p
-from prefed.experiments.sweep import Space, on_edge
+from prefed.experiments.stored_runs import StoredRun
+from prefed.experiments.sweep import Optuna, Scored, Space, on_edge
 from tests.helpers.commands import prefed_command, prefed_here
 from tests.helpers.problems import tiny_data, tiny_model
 
@@ -151,7 +152,7 @@ def living(group: int) -> list[str]:
 def test_sweep_chooses_on_validation_and_tests_once(tmp_path: Path) -> None:
     words = ["sweep", "digits-noniid", *SHORT_WORDS, "--set", "algorithm=fedadam", "--out", "s",
              "--grid", "client_lr=0.001,0.1,1e30", "--grid", "server_lr=0.01,0.1"]  # fmt: skip
-    done = prefed_command(*words, cwd=tmp_path)
+    done = prefed_here(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "diverged" in done.stdout
     assert "its accuracy on the test set" in done.stdout
@@ -172,18 +173,32 @@ def test_sweep_chooses_on_validation_and_tests_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_random_and_optuna_sweeps(tmp_path: Path) -> None:
-    for kind in ("--random", "--optuna"):
-        done = prefed_here(
-            "sweep", "digits-iid", *SHORT_WORDS, kind, "2", "--range", "client_lr=1e-3:1",
-            "--grid", "algorithm=fedavg,fedprox", "--out", kind.strip("-"), "--workers", "1",
-            cwd=tmp_path,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        runs = prefed.load_runs(tmp_path / kind.strip("-") / "points")
-        rates = [run.config["algorithm"]["client_lr"] for run in runs]
-        assert len(rates) == 2
-        assert all(1e-3 <= rate <= 1 for rate in rates)
+@pytest.mark.parametrize("kind", ["random", pytest.param("optuna", marks=pytest.mark.slow)])
+def test_random_and_optuna_sweeps(kind: str, tmp_path: Path) -> None:
+    done = prefed_here(
+        "sweep", "digits-iid", *SHORT_WORDS, f"--{kind}", "2", "--range", "client_lr=1e-3:1",
+        "--grid", "algorithm=fedavg,fedprox", "--out", kind, "--workers", "1", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    runs = prefed.load_runs(tmp_path / kind / "points")
+    rates = [run.config["algorithm"]["client_lr"] for run in runs]
+    assert len(rates) == 2
+    assert all(1e-3 <= rate <= 1 for rate in rates)
+
+
+def test_optuna_learns_from_scores() -> None:
+    """Higher step sizes score better here: later points are near the upper end."""
+    suggest, tried = Optuna(Space({}, {"client_lr": (1e-4, 1.0)}), 40, 4), list[Scored]()
+    while points := suggest(tried):
+        assert len(points) == 4
+        for point in points:
+            score = math.log(float(point["client_lr"]))
+            history = [{"round": 1, "train_loss": 1.0, "test_accuracy": score}]
+            run = StoredRun(Path("x"), {"rounds": 1}, history, archived=True)
+            tried.append(Scored(point, [run]))
+    rates = [math.log10(float(scored.point["client_lr"])) for scored in tried]
+    assert len(rates) == 40
+    assert np.mean(rates[-10:]) > np.mean(rates[:10]) + 0.5
 
 
 def test_a_best_point_on_the_edge_is_reported() -> None:
