@@ -47,10 +47,10 @@ demo: $(READY_RUN)
 	$(BIN)/prefed compare digits-noniid --algorithms $(SEVEN) --seeds 3
 
 test: venv
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-fast: venv
-	$(BIN)/python -m pytest -n 2 --fast
+	$(BIN)/python -m pytest -n 3 --dist worksteal --fast
 
 test-all: venv
 	$(BIN)/python -m pytest -n 2 -m ""

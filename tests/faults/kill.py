@@ -49,22 +49,22 @@ def at_random_moments(times: int, rng: random.Random, changes: tuple[str, ...]) 
             shutil.rmtree(folder)
 
 
-@fault("kill -9 at a random moment: server state", times=250, quick=3, seconds=120)
+@fault("kill -9 at a random moment: server state", times=250, quick=1, seconds=120)
 def server_state(times: int, rng: random.Random) -> Iterator[str]:
     return at_random_moments(times, rng, SERVER)
 
 
-@fault("kill -9 at a random moment: shared state", times=250, quick=3, seconds=120)
+@fault("kill -9 at a random moment: shared state", times=250, quick=1, seconds=120)
 def shared_state(times: int, rng: random.Random) -> Iterator[str]:
     return at_random_moments(times, rng, SHARED)
 
 
-@fault("kill -9 at a random moment: kept state", times=250, quick=3, seconds=120)
+@fault("kill -9 at a random moment: kept state", times=250, quick=2, seconds=120)
 def kept_state(times: int, rng: random.Random) -> Iterator[str]:
     return at_random_moments(times, rng, KEPT)
 
 
-@fault("kill -9 at a random moment: two threads", times=250, quick=2, seconds=120)
+@fault("kill -9 at a random moment: two threads", times=250, quick=1, seconds=120)
 def two_threads(times: int, rng: random.Random) -> Iterator[str]:
     return at_random_moments(times, rng, THREADS)
 
@@ -92,7 +92,7 @@ def die_in_round(round: int, written: bool) -> Callable[[], None]:
     return patch
 
 
-@fault("kill -9 at every boundary between rounds", times=48, quick=4, seconds=30)
+@fault("kill -9 at every boundary between rounds", times=48, quick=2, seconds=30)
 def boundaries(times: int, rng: random.Random) -> Iterator[str]:
     """Before and after the round is written; then one run that is killed at all of them."""
     checkpoint_every_round()
@@ -152,7 +152,7 @@ def die_at_step(step: int | None, note: Path) -> Callable[[], None]:
     return patch
 
 
-@fault("kill -9 before each step of writing", times=300, quick=8, seconds=120)
+@fault("kill -9 before each step of writing", times=300, quick=5, seconds=120)
 def writing(times: int, rng: random.Random) -> Iterator[str]:
     checkpoint_every_round()
     with scratch() as root:

@@ -106,7 +106,7 @@ def stopped_at_random(
             yield f"{number.name}: {error}"
 
 
-@fault("SIGINT or SIGTERM: prefed run, two threads", times=120, quick=4, seconds=70)
+@fault("SIGINT or SIGTERM: prefed run, two threads", times=120, quick=2, seconds=70)
 def run(times: int, rng: random.Random) -> Iterator[str]:
     """Resumed after that: the same bits."""
     checkpoint_every_round()
@@ -219,7 +219,7 @@ def start_ranks(folder: Path, root: Path) -> list[Child]:
     ]
 
 
-@fault("kill -9 of a rank", times=60, quick=3, seconds=80)
+@fault("kill -9 of a rank", times=60, quick=2, seconds=80)
 def rank(times: int, rng: random.Random) -> Iterator[str]:
     """The other ends within a minute with a message; one process alone resumes to the same bits."""
     checkpoint_every_round()

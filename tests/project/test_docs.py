@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,9 @@ from tests.helpers.problems import tiny_data, tiny_model
 SHORT = ["--set", "rounds=1", "--set", "local_steps=1"]
 SMALL = ["--set", "rounds=3", "--set", "local_steps=2", "--set", "model.hidden=[4]"]
 SMALL += ["--set", "data.split.clients=8", "--set", "clients_per_round=4"]
-PAGES = ["README.md", "docs/tour.md", "docs/own-algorithm.md", "docs/experiments.md"]
-PAGES += ["docs/upload.md", "docs/theory.md", "docs/data.md", "docs/results.md"]
+PAGES: list[Any] = ["README.md", "docs/tour.md", "docs/own-algorithm.md", "docs/upload.md"]
+PAGES += ["docs/theory.md", "docs/data.md", "docs/results.md"]
+PAGES += [pytest.param("docs/experiments.md", marks=pytest.mark.slow)]  # the README's, and longer
 
 
 def blocks(page: str, language: str) -> list[str]:

@@ -363,6 +363,7 @@ def test_compare_runs_and_report_rank_by_the_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_sweep_chooses_the_lowest_loss(tmp_path: Path) -> None:
     done = prefed_here(
         "sweep", "digits-iid", "--set", "model=autoencoder", "--set", "data.target=input",
