@@ -163,7 +163,7 @@ def changed(changes: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-@fault("fuzz: config, as a table", times=1500, quick=25, seconds=60)
+@fault("fuzz: config, as a table", times=1500, quick=12, seconds=60)
 def config_tables(times: int, rng: random.Random) -> Iterator[str]:
     """Checked; and what is accepted is run, for a round of one step."""
     with scratch() as root:
@@ -223,7 +223,7 @@ NEARLY = st.sampled_from([
 ])  # fmt: skip
 
 
-@fault("fuzz: config, as bytes", times=1500, quick=30, seconds=30)
+@fault("fuzz: config, as bytes", times=1500, quick=15, seconds=30)
 def config_bytes(times: int, rng: random.Random) -> Iterator[str]:
     good = (Path(prefed.__file__).parent / "presets" / "digits-noniid.toml").read_bytes()
     with scratch() as root:
@@ -283,7 +283,7 @@ def records() -> st.SearchStrategy[bytes]:
     return lines.map(lambda rs: "".join(json.dumps(r) + "\n" for r in rs).encode())
 
 
-@fault("fuzz: run directories, listed and resumed", times=1000, quick=25, seconds=60)
+@fault("fuzz: run directories, listed and resumed", times=1000, quick=12, seconds=60)
 def run_directories(times: int, rng: random.Random) -> Iterator[str]:
     with scratch() as root:
         _, folder, files = directory_files(root)
@@ -347,7 +347,7 @@ def devices(times: int, rng: random.Random) -> Iterator[str]:
 # Safetensors, with checksums that fit
 
 
-@fault("fuzz: safetensors with right checksums", times=800, quick=20, seconds=60)
+@fault("fuzz: safetensors with right checksums", times=800, quick=10, seconds=60)
 def forged(times: int, rng: random.Random) -> Iterator[str]:
     """Tensors of other names, shapes and types, and files that are none, in a checkpoint whose
     checksums fit: made by somebody, not by chance."""
@@ -417,7 +417,7 @@ def run_on(name: str, path: Path, *more: str) -> None:
     command_line(words)
 
 
-@fault("fuzz: IDX files", times=1000, quick=25, seconds=30)
+@fault("fuzz: IDX files", times=1000, quick=12, seconds=30)
 def idx(times: int, rng: random.Random) -> Iterator[str]:
     with scratch() as root:
         folder = official.idx(root / "mnist", images=3)
@@ -440,7 +440,7 @@ def idx(times: int, rng: random.Random) -> Iterator[str]:
         yield from fuzz(times, st.one_of(content, zipped, broken), check)
 
 
-@fault("fuzz: CIFAR files, binary and pickled", times=1000, quick=25, seconds=60)
+@fault("fuzz: CIFAR files, binary and pickled", times=1000, quick=12, seconds=60)
 def cifar(times: int, rng: random.Random) -> Iterator[str]:
     with scratch() as root:
         binary = official.cifar10(root / "binary", images=2)
@@ -469,7 +469,7 @@ def cifar(times: int, rng: random.Random) -> Iterator[str]:
         yield from fuzz(times, st.one_of(kinds), check)
 
 
-@fault("fuzz: LIBSVM files", times=1000, quick=25, seconds=30)
+@fault("fuzz: LIBSVM files", times=1000, quick=12, seconds=30)
 def libsvm(times: int, rng: random.Random) -> Iterator[str]:
     words = st.sampled_from(["1", "-1", "+1", "1:1", "3:0.5", "2:1e400", "9:1", "0:1", "-1:1", "1:",
                              ":", "#", "nan", "1:nan", "2:inf", "99999999999:1", "é"])  # fmt: skip
@@ -486,7 +486,7 @@ def libsvm(times: int, rng: random.Random) -> Iterator[str]:
         yield from fuzz(times, st.one_of(text, st.binary(max_size=60), mutated(good)), check)
 
 
-@fault("fuzz: npz files", times=1000, quick=25, seconds=40)
+@fault("fuzz: npz files", times=1000, quick=12, seconds=40)
 def npz(times: int, rng: random.Random) -> Iterator[str]:
     def npy(array: Any) -> bytes:
         out = io.BytesIO()

@@ -114,7 +114,8 @@ class Run:
 
     def rounds(self, until: int | None = None) -> Iterator[Record]:
         """Run all rounds that are left, or those up to a number, and give the record of each."""
-        while self.server.round < (until or self.settings.rounds):
+        last = self.settings.rounds if until is None else until
+        while self.server.round < last:
             yield self.run_round()
 
     @property
