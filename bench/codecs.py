@@ -21,7 +21,7 @@ import prefed
 from prefed.bench.workloads import w2
 from prefed.codecs import codec
 from prefed.core import draws
-from prefed.training.messages import through
+from prefed.training.messages import receive, upload
 from prefed.training.round import Server, Update
 
 PASSES = 7
@@ -56,12 +56,13 @@ def main() -> None:
     lite = prefed.PreFedLite()
     server = Server.start(lite, layout, like, like[:0])
 
-    sent = server.values(lite)
-    values = {n: P if n == "P" else change[:, : v.numel()] for n, v in sent.items()}
+    likes = server.values(lite)
+    values = {n: P if n == "P" else change[:, : v.numel()] for n, v in likes.items()}
 
     def message() -> None:
         for client in cohort:
-            through(lite, server, Update(values, {}, P), [client], {}, 0)
+            sent, _ = upload(lite, server, Update(values, {}, P), [client], {}, 0)
+            receive(lite, server, sent)
 
     names = [name for name in prefed.CODECS.names() if name != "exact"]
     candidates: dict[str, Callable[[], object]] = {"round": simulation.run_round}

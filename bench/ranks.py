@@ -17,27 +17,25 @@ import time
 
 import torch
 
-from prefed import FedAvg, distributed
+from prefed import FedAvg
 from prefed.bench.ratios import simulation
 from prefed.bench.workloads import WORKLOADS
+from prefed.training import ranks
 
 ROUNDS, PASSES = 6, 3
 
 
 def rank(name: str) -> None:
     torch.set_num_threads(1)
-    distributed.start()
-    run = simulation(WORKLOADS[name](), FedAvg(client_lr=0.05), "sequential", 1)
-    run.run_round()
-    times = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        run.run_round()
-        times.append(time.perf_counter() - start)
-    if distributed.rank() == 0:
-        bits = hashlib.sha256(run.server.weights.numpy().tobytes()).hexdigest()
-        print(json.dumps({"seconds": times, "bits": bits}))
-    distributed.stop()
+    with ranks.joined() as speaks:
+        run = simulation(WORKLOADS[name](), FedAvg(client_lr=0.05), "sequential", 1)
+        times, start = [], time.perf_counter()
+        for _ in run.rounds(until=1 + ROUNDS):
+            times.append(time.perf_counter() - start)
+            start = time.perf_counter()
+        if speaks:
+            bits = hashlib.sha256(run.server.weights.numpy().tobytes()).hexdigest()
+            print(json.dumps({"seconds": times[1:], "bits": bits}))
 
 
 def main() -> None:
@@ -46,13 +44,13 @@ def main() -> None:
         times: dict[int, list[float]] = {1: [], 2: []}
         bits = set()
         for _ in range(PASSES):
-            for ranks, found in times.items():
-                command = [*launch, f"--nproc-per-node={ranks}", __file__, name]
+            for count, found in times.items():
+                command = [*launch, f"--nproc-per-node={count}", __file__, name]
                 line = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
                 report = json.loads(line)
                 found += report["seconds"]
                 bits.add(report["bits"])
-        one, two = (statistics.median(times[ranks]) for ranks in (1, 2))
+        one, two = (statistics.median(times[count]) for count in (1, 2))
         print(
             f"{name}: 1 rank {one:.3f} s a round, 2 ranks {two:.3f} s: {one / two:.2f} times as "
             f"fast; {'the same bits' if len(bits) == 1 else 'OTHER BITS'}",

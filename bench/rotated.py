@@ -58,20 +58,19 @@ def problem(d: int = 20, clients: int = 10, condition: float = 1e4) -> Quadratic
 
 
 def rounds_to_target(quadratic: Quadratic, options: dict[str, Any], most: int) -> int | None:
-    """None if the run diverges or takes more than so many rounds."""
+    """None if the run diverges or takes more than `most` rounds."""
     chosen = dict(options)
     algorithm = prefed.ALGORITHMS.get(chosen.pop("name"))(**chosen)
     simulation = quadratic.simulation(
         algorithm, rounds=most, local_steps=STEPS, batch_size=10, engine="vectorised"
     )
     first = float(quadratic.excess(quadratic.start))
-    for number in range(1, most + 1):
-        try:
-            simulation.run_round()
-        except Diverged:
-            return None
-        if float(quadratic.excess(simulation.server.weights)) <= TARGET * first:
-            return number
+    try:
+        for record in simulation.rounds():
+            if float(quadratic.excess(simulation.server.weights)) <= TARGET * first:
+                return int(record["round"])
+    except Diverged:
+        pass
     return None
 
 

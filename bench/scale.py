@@ -21,7 +21,7 @@ from prefed.bench.ratios import interleaved, peak, simulation
 from prefed.bench.workloads import Workload, w1
 from prefed.data import FederatedData, Partition
 from prefed.data.federated import Parts
-from prefed.training.run import Simulation
+from prefed.training.run import Run
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 EACH = 20
@@ -36,7 +36,7 @@ def workload(clients: int) -> Workload:
     return Workload(small.title, small.model, data, 100, 10, EACH)
 
 
-def start(clients: int) -> Simulation:
+def start(clients: int) -> Run:
     run = simulation(workload(clients), FedAvg(client_lr=0.05), "vectorised", 2)
     run.run_round()
     return run
@@ -45,8 +45,8 @@ def start(clients: int) -> Simulation:
 def main() -> None:
     if len(sys.argv) > 1:
         run = start(int(sys.argv[1]))
-        for _ in range(5):
-            run.run_round()
+        for _ in run.rounds(until=6):
+            pass
         print(peak())
         return
     torch.set_num_threads(2)

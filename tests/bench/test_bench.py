@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import runpy
 from functools import partial
 
+import pytest
 import torch
 
 from prefed.bench.bare import LR, Client
 from prefed.bench.ratios import bench_config, interleaved
 from prefed.bench.workloads import _resnet18, w1
 from prefed.experiments.config import load
+from tests.helpers import ROOT
 
 
 def test_the_bare_loop_is_fedavg() -> None:
@@ -49,3 +52,8 @@ def test_passes_are_interleaved() -> None:
     seen: list[str] = []
     interleaved({name: partial(seen.append, name) for name in "ab"}, passes=2)
     assert seen == list("ababab")
+
+
+@pytest.mark.parametrize("path", sorted(p.name for p in (ROOT / "bench").glob("*.py")))
+def test_benchmarks_import_what_is_there(path: str) -> None:
+    runpy.run_path(str(ROOT / "bench" / path), run_name="imported")
