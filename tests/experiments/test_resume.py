@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import prefed
 from prefed.core.errors import CannotWrite
 from prefed.experiments import run_directory
 from prefed.experiments.checkpoints import CheckpointWarning
+from prefed.experiments.config import load
 from prefed.experiments.run_directory import execute
 from tests.helpers.commands import prefed_command
 from tests.helpers.run_folders import StopAfter, fingerprint, small
@@ -208,3 +210,25 @@ def test_two_ctrl_c_stop_at_once(tmp_path: Path) -> None:
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in err
+
+
+def test_an_error_in_the_middle_of_a_round_leaves_a_state_to_go_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the server's step and before the record: that state belongs to no line."""
+    config = load("digits-iid", ["rounds=4", "local_steps=2", "model.hidden=[4]", "device=cpu"])
+    whole = run_directory.execute(config, tmp_path / "whole")
+    evaluate = prefed.Run.evaluate
+
+    def fail_once(self: prefed.Run) -> dict[str, object]:
+        if self.server.round == 3:
+            raise MemoryError("no room for the test set")
+        return evaluate(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prefed.Run, "evaluate", fail_once)
+        with pytest.raises(MemoryError):
+            run_directory.execute(config, tmp_path / "parts")
+    resumed = run_directory.execute(config, tmp_path / "parts", resume=True)
+    assert torch.equal(resumed.weights, whole.weights)
+    assert fingerprint(tmp_path / "parts") == fingerprint(tmp_path / "whole")

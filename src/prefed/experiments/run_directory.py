@@ -168,8 +168,11 @@ class RunDirectory(Callback):
             write_whole(self.folder / "model.safetensors", safetensors.torch.save(plain))
 
     def on_stop(self, reason: str) -> None:
+        """Save the state if it is the one after the rounds that were written down: an error may
+        have come in the middle of a round. A second Ctrl-C stops at once."""
         run = self.run
-        if run.is_whole and not isinstance(run.stopped_by, KeyboardInterrupt):  # that is: at once
+        at_a_round = run.is_whole and run.server.round == len(self._lines)
+        if at_a_round and not isinstance(run.stopped_by, KeyboardInterrupt):
             self._checkpoint()
         if len(run.history) > len(self._lines):  # the round that diverged
             self._append(run.history[-1])
