@@ -24,21 +24,16 @@ class Layout:
     folder: str
     train: tuple[str, ...]
     test: str
-    records: int
-    """In each training file."""
-    pickled: bool
 
 
 BATCHES = tuple(f"data_batch_{k}" for k in range(1, 6))
 CIFAR10 = (
-    Layout(
-        "cifar-10-batches-bin", tuple(f"{n}.bin" for n in BATCHES), "test_batch.bin", 10_000, False
-    ),
-    Layout("cifar-10-batches-py", BATCHES, "test_batch", 10_000, True),
+    Layout("cifar-10-batches-bin", tuple(f"{n}.bin" for n in BATCHES), "test_batch.bin"),
+    Layout("cifar-10-batches-py", BATCHES, "test_batch"),
 )
 CIFAR100 = (
-    Layout("cifar-100-binary", ("train.bin",), "test.bin", 50_000, False),
-    Layout("cifar-100-python", ("train",), "test", 50_000, True),
+    Layout("cifar-100-binary", ("train.bin",), "test.bin"),
+    Layout("cifar-100-python", ("train",), "test"),
 )
 
 
@@ -88,24 +83,23 @@ def _load(
 ) -> Dataset:
     layout, folder = _locate(name, layouts, reading.root(path))
     limits = (classes,) if len(label_keys) == 1 else (20, classes)
-    read = _read_pickled if layout.pickled else _read_binary
-    sizes = (layout.records, 10_000)
+    read = _read_binary if layout.test.endswith(".bin") else _read_pickled
 
-    def part(names: tuple[str, ...], count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(names: tuple[str, ...], images: int) -> tuple[torch.Tensor, torch.Tensor]:
         pieces = []
         for n in names:
             if not (folder / n).is_file():
                 raise PrefedError(str(reading.missing(name, n, folder)))
-            pieces.append(read(folder / n, label_keys, limits, count if complete else None))
+            pieces.append(
+                read(folder / n, label_keys, limits, images // len(names) if complete else None)
+            )
         x = np.concatenate([x for x, _ in pieces]).reshape(-1, 3, 32, 32)  # the only copy
         labels = np.concatenate([y for _, y in pieces]).astype(np.int64)
         return torch.from_numpy(x), torch.from_numpy(labels if len(limits) > 1 else labels[:, 0])
 
-    x, y = part(layout.train, sizes[0])
-    test_x, test_y = part((layout.test,), sizes[1])
-    return Dataset(
-        x, y, (test_x, test_y), normalise, None, classes, CropAndFlip() if augment else None
-    )
+    x, y = part(layout.train, 50_000)
+    change = CropAndFlip() if augment else None
+    return Dataset(x, y, part((layout.test,), 10_000), normalise, None, classes, change)
 
 
 def _locate(name: str, layouts: tuple[Layout, ...], root: Path) -> tuple[Layout, Path]:

@@ -32,14 +32,6 @@ CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 MOST_MEMOS = 1 << 20
 
 
-@dataclass(frozen=True)
-class Name:
-    """A global the pickle mentions. It stays a name."""
-
-    module: str
-    attribute: str
-
-
 @dataclass
 class Pending:
     """An array, or the type of one, between its creation and its state."""
@@ -85,10 +77,8 @@ def read_pickle(path: Path) -> Any:
     except (_Refused, ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
         if isinstance(error, PrefedError):
             raise
-        text = (
-            str(error) if isinstance(error, _Refused) else f"not a pickle of this format: {error}"
-        )
-        raise reading.wrong(path, position, text) from None
+        text = "" if isinstance(error, _Refused) else "not a pickle of this format: "
+        raise reading.wrong(path, position, f"{text}{error}") from None
     except OSError as error:
         raise PrefedError(f"{path}: cannot be read: {error}") from None
 
@@ -99,12 +89,8 @@ def _do(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> Non
             pass
         case "MARK":
             stack.append(MARK)
-        case "EMPTY_DICT":
-            stack.append({})
-        case "EMPTY_LIST":
-            stack.append([])
-        case "EMPTY_TUPLE":
-            stack.append(())
+        case "EMPTY_DICT" | "EMPTY_LIST" | "EMPTY_TUPLE":
+            stack.append({"DICT": dict, "LIST": list, "TUPLE": tuple}[name[6:]]())
         case "SHORT_BINSTRING" | "BINSTRING":  # a str of Python 2: bytes
             stack.append(argument.encode("latin-1"))
         case _ if name in VALUES:
@@ -138,7 +124,7 @@ def _do(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> Non
                     f"it asks for {'.'.join(map(str, pair))}, which a file of this format never "
                     f"does; nothing was run"
                 )
-            stack.append(Name(*pair))
+            stack.append(pair)  # it stays a name
         case "REDUCE":
             stack[-2:] = [_reduce(stack[-2], stack[-1])]
         case "BUILD":
@@ -171,11 +157,11 @@ def _key(key: Any) -> bytes:
 
 def _reduce(name: Any, arguments: Any) -> Pending:
     """What `_reconstruct(ndarray, (0,), b"b")` and `dtype("u1", 0, 1)` stand for."""
-    if not isinstance(name, Name) or not isinstance(arguments, tuple):
+    if name not in GLOBALS or not isinstance(arguments, tuple):
         raise _Refused("a call of something that is not an array")
-    if (name.module, name.attribute) in RECONSTRUCT:
+    if name in RECONSTRUCT:
         return Pending("array")
-    if name == Name("numpy", "dtype") and arguments and arguments[0] in (b"u1", "u1"):
+    if name == ("numpy", "dtype") and arguments and arguments[0] in (b"u1", "u1"):
         return Pending("dtype")
     raise _Refused("an array of something else than bytes")
 

@@ -48,9 +48,8 @@ def _fetch(file: File, target: Path, progress: Progress) -> None:
                 break
             stuck = part.stat().st_size <= before
         except urllib.error.HTTPError as error:
-            raise _by_hand(
-                file, target, f"the server answers {error.code} {error.reason}"
-            ) from None
+            text = f"the server answers {error.code} {error.reason}"
+            raise _by_hand(file, target, text) from None
         except (OSError, http.client.HTTPException) as error:
             if attempt == ATTEMPTS:
                 raise _by_hand(file, target, str(getattr(error, "reason", error))) from None
@@ -79,9 +78,8 @@ def _transfer(file: File, part: Path, progress: Progress) -> bool:
             return True
         raise
     with response:
-        resumed = response.status == 206 and str(
-            response.headers.get("Content-Range", "")
-        ).startswith(f"bytes {have}-")
+        place = str(response.headers.get("Content-Range", ""))
+        resumed = response.status == 206 and place.startswith(f"bytes {have}-")
         have = have if resumed else 0
         length = response.headers.get("Content-Length")
         total = have + int(length) if length and length.isdigit() else None
@@ -122,9 +120,8 @@ def unpack(archive: Path, folder: Path) -> None:
                 target = inside / _safe(archive, name)
                 most -= size
                 if most < 0:
-                    raise PrefedError(
-                        f"{archive}: {name}: it holds more than {BOMB} times its size"
-                    )
+                    text = f"it holds more than {BOMB} times its size"
+                    raise PrefedError(f"{archive}: {name}: {text}")
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with source, open(target, "wb") as out:
                     shutil.copyfileobj(source, out)

@@ -60,14 +60,13 @@ def emnist(path: str | None = None, part: Part = "balanced") -> Dataset:
     """
     names = [f"emnist-{part}-{s}-{kind}" for s in ("train", "test") for kind in KINDS]
     letters = part == "letters"  # counted from 1 in the files
-    x, y, test_x, test_y = _read(
-        "emnist", reading.root(path), names, None, EMNIST_CLASSES[part], letters
-    )
+    classes = EMNIST_CLASSES[part]
+    x, y, test_x, test_y = _read("emnist", reading.root(path), names, None, classes, letters)
     upright = [torch.from_numpy(a.transpose(0, 2, 1).copy()).unsqueeze(1) for a in (x, test_x)]
     targets = [torch.from_numpy(a.astype(np.int64) - letters) for a in (y, test_y)]
     normalise = Normalise((0.1736,), (0.3317,))
     test = (upright[1], targets[1])
-    return Dataset(upright[0], targets[0], test, normalise, classes=EMNIST_CLASSES[part])
+    return Dataset(upright[0], targets[0], test, normalise, classes=classes)
 
 
 KINDS = ("images-idx3-ubyte", "labels-idx1-ubyte")

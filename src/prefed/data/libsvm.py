@@ -3,7 +3,7 @@
 import math
 from array import array
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,10 +51,8 @@ def libsvm(path: str, features: int, test_path: str | None = None, test: float =
 def _official(name: str, path: str | None, features: int, train: int, test: int) -> Dataset:
     root = reading.root(path)
     x, labels = read_libsvm(reading.find(name, root, [name, f"{name}.txt"]), features, train)
-    test_x, test_labels = read_libsvm(
-        reading.find(name, root, [f"{name}.t", f"{name}.t.txt"]), features, test
-    )
-    return _dataset(x, labels, test_x, test_labels)
+    test_path = reading.find(name, root, [f"{name}.t", f"{name}.t.txt"])
+    return _dataset(x, labels, *read_libsvm(test_path, features, test))
 
 
 def _dataset(x: Array, labels: Array, test_x: Array, test_labels: Array) -> Dataset:
@@ -80,7 +78,15 @@ def read_libsvm(path: Path, features: int, most: int | None) -> tuple[Array, Arr
                     if most is not None and len(labels) >= most:
                         text = f"more than the {most} samples of the official file"
                         raise reading.wrong(path, offset, text)
-                    _line(path, offset, words, features, len(labels), rows, columns, values, labels)
+                    try:
+                        label, line_columns, line_values = _sample(words, features)
+                    except ValueError as error:
+                        text = f"line {len(labels) + 1}: {error}"
+                        raise reading.wrong(path, offset, text) from None
+                    rows.extend([len(labels)] * len(line_columns))
+                    columns.extend(line_columns)
+                    values.extend(line_values)
+                    labels.append(label)
                 offset += len(line)
     except OSError as error:
         raise PrefedError(f"{path}: cannot be read: {error}") from None
@@ -93,45 +99,32 @@ def read_libsvm(path: Path, features: int, most: int | None) -> tuple[Array, Arr
     return x, np.array(labels)
 
 
-def _line(
-    path: Path,
-    offset: int,
-    words: list[bytes],
-    features: int,
-    row: int,
-    rows: "array[int]",
-    columns: "array[int]",
-    values: "array[float]",
-    labels: "array[float]",
-) -> None:
-    last = 0
-
-    def refuse(text: str) -> NoReturn:
-        raise reading.wrong(path, offset, f"line {row + 1}: {text}")
-
-    label = _number(words[0])
-    if label is None:
-        refuse(f"the label {_short(words[0])} is not a number")
+def _sample(words: list[bytes], features: int) -> tuple[float, list[int], list[float]]:
+    """The label, columns and values of a line."""
+    label, last, columns, values = _number(words[0]), 0, [], []
+    if math.isnan(label):
+        raise ValueError(f"the label {_short(words[0])} is not a number")
     for word in words[1:]:
         index, colon, text = word.partition(b":")
         value = _number(text)
-        if not colon or not index.isdigit() or value is None or abs(value) > 3e38:
-            refuse(f"{_short(word)} should be index:value")
+        if not colon or not index.isdigit() or not abs(value) <= 3e38:
+            raise ValueError(f"{_short(word)} should be index:value")
         if len(index) > 9 or not last < int(index) <= features:
-            refuse(f"the index {_short(index)} should lie above {last} and not above {features}")
+            limits = f"above {last} and not above {features}"
+            raise ValueError(f"the index {_short(index)} should lie {limits}")
         last = int(index)
-        rows.append(row)
         columns.append(last - 1)
         values.append(value)
-    labels.append(label)
+    return label, columns, values
 
 
-def _number(text: bytes) -> float | None:
+def _number(text: bytes) -> float:
+    """Not a number if it is none that is finite."""
     try:
         value = float(text)
     except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+        return math.nan
+    return value if math.isfinite(value) else math.nan
 
 
 def _short(text: bytes) -> str:

@@ -97,8 +97,6 @@ class Block(nn.Module):
 
 
 def _norm(channels: int, norm: Norm, groups: int) -> nn.Module:
-    return (
-        nn.BatchNorm2d(channels)
-        if norm == "batch"
-        else nn.GroupNorm(gcd(groups, channels), channels)
-    )
+    if norm == "batch":
+        return nn.BatchNorm2d(channels)
+    return nn.GroupNorm(gcd(groups, channels), channels)

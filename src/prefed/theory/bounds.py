@@ -1,8 +1,8 @@
 """Lemma 1, Theorems 1 and 2 and both corollaries of the paper, as printed and with O(.) read as a
 factor of one; and what is measured beside them.
 
-docs/theory.md says which of the statements cannot be right, and why; tests/test_theory_bounds.py
-has the smallest counterexamples. Where a statement can be corrected, the corrected one is here too.
+docs/theory.md says which of the statements cannot be right, and why; tests/theory has the smallest
+counterexamples. Where a statement can be corrected, the corrected one is here too.
 """
 
 import math
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
@@ -207,12 +206,6 @@ class Watched(Rule):
     def finish(self, w: Tensor, state: State, lr: float, steps: int) -> None:
         self.rule.finish(w, state, lr, steps)
 
-    def preconditioner(self) -> tuple[str, float] | None:
-        return self.rule.preconditioner()
-
-    def diagonal(self, P: Tensor) -> Tensor:
-        return self.rule.diagonal(P)
-
 
 def watch(algorithm: Algorithm) -> tuple[Algorithm, Divergence]:
     """The same algorithm, with its clients' divergence noted."""
@@ -224,7 +217,3 @@ def watch(algorithm: Algorithm) -> tuple[Algorithm, Divergence]:
 
     watched = type(kind.__name__, (kind,), {"client_rule": client_rule, "__module__": __name__})
     return watched(**algorithm.model_dump()), divergence
-
-
-def running_min(values: Sequence[float]) -> list[float]:
-    return [float(v) for v in torch.tensor(list(values), dtype=torch.float64).cummin(0).values]

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -206,7 +205,3 @@ def measure_gap(
     gap = first - lowest
     high = first if lowest >= 0 else math.inf
     return Estimate(gap, gap, high, f"{DESCENT} steps of L-BFGS; above: F* >= 0"), best
-
-
-def as_array(x: Tensor) -> np.ndarray[Any, Any]:
-    return x.detach().cpu().double().numpy()

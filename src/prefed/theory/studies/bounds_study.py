@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
 from prefed.core.schedule import at
@@ -110,7 +111,7 @@ class Measured:
     @property
     def smallest(self) -> list[float]:
         """Over t < T, for T = 1, 2, ..."""
-        return bounds.running_min(self.gradients[:-1])
+        return list(accumulate(self.gradients[:-1], min))
 
 
 @dataclass(frozen=True)
@@ -310,19 +311,21 @@ def rates_table(sweeps: dict[str, dict[str, Sweep]]) -> Table:
 
 
 def draw_divergence(results: Results) -> Picture:
-    rounds = list(range(1, results.plan.T + 1))
-    lines = [Line(LABELS[n], rounds, r.divergences) for n, r in results.runs.items()]
-    lines += [Line(claim.name, rounds, claim.bound, "--") for claim in results.lemma]
-    figure = draw_lines(lines, "round", "largest mean |w_ik - w_t|²")
+    measured = {n: r.divergences for n, r in results.runs.items()}
+    figure = draw_lines(beside(measured, results.lemma), "round", "largest mean |w_ik - w_t|²")
     return Picture("divergence", "Divergence of client models", figure)
 
 
 def draw_gradient(results: Results) -> Picture:
-    rounds = list(range(1, results.plan.T + 1))
-    lines = [Line(LABELS[n], rounds, r.smallest) for n, r in results.runs.items()]
-    lines += [Line(claim.name, rounds, claim.bound, "--") for claim in results.theorem]
+    lines = beside({n: r.smallest for n, r in results.runs.items()}, results.theorem)
     figure = draw_lines(lines, "T", "min |grad F|² over t < T", log_x=True)
     return Picture("gradient", "Smallest gradient norm", figure)
+
+
+def beside(measured: dict[str, list[float]], claims: list[Claim]) -> list[Line]:
+    """What was measured in each round, and the bounds dashed."""
+    lines = [Line(LABELS[n], range(1, len(v) + 1), v) for n, v in measured.items()]
+    return lines + [Line(c.name, range(1, len(c.bound) + 1), c.bound, "--") for c in claims]
 
 
 def draw_sweep(sweeps: dict[str, dict[str, Sweep]], letter: str) -> Picture:

@@ -7,7 +7,7 @@ from torch import Tensor
 from prefed.experiments.config import Config, load
 from prefed.report.figures import Line, draw_lines
 from prefed.report.sections import Picture, Section
-from prefed.theory.constants import Constants, as_array, measure
+from prefed.theory.constants import Constants, measure
 from prefed.theory.objective import Objective, Tick
 from prefed.theory.studies.common import WARM_UP, Found, constants_table, own_rounds
 
@@ -50,6 +50,6 @@ def show(found: Constants) -> Section:
 
 def ranked(label: str, variances: Tensor) -> Line:
     """The largest first, without those that are zero but for rounding."""
-    values = as_array(variances.sort(descending=True).values)
+    values = variances.sort(descending=True).values.double().cpu().numpy()
     shown = values[values > 1e-9 * values[0]]
     return Line(label, list(range(1, len(shown) + 1)), list(shown))

@@ -184,25 +184,16 @@ def draw_signal(reduced: list[Reduction]) -> Picture:
 
 
 def numbers(results: Results) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for where, at in results.points.items():
-        found[where] = {
-            "directions": at.perfect["none"].directions,
-            **isotropy_numbers(at),
-            "left along the gradient": at.left,
-            "cov": asdict(at.claim),
-        }
-    found["quadratic"] = {
-        **isotropy_numbers(results.quadratic),
-        "cov": asdict(results.quadratic.claim),
-        "left along the gradient": results.quadratic.left,
-        "reductions": [asdict(r) for r in results.reduced],
-    }
-    return found
+    reductions = {"reductions": [asdict(r) for r in results.reduced]}
+    points = {where: point_numbers(at) for where, at in results.points.items()}
+    return {**points, "quadratic": point_numbers(results.quadratic) | reductions}
 
 
-def isotropy_numbers(found: Preconditioned) -> dict[str, Any]:
+def point_numbers(found: Preconditioned) -> dict[str, Any]:
     return {
+        "directions": found.perfect["none"].directions,
         "perfect": {n: asdict(v) for n, v in found.perfect.items()},
         "estimated": {n: asdict(v) for n, v in found.estimated.items()},
+        "left along the gradient": found.left,
+        "cov": asdict(found.claim),
     }
