@@ -9,6 +9,7 @@ from prefed.core.errors import PrefedError
 from prefed.core.losses import are_labels
 from prefed.data.dataset import DATASETS, Dataset
 from prefed.data.federated import FederatedData, Partition
+from prefed.data.idx import EMNIST_CLASSES
 from prefed.data.own import read_npz
 from prefed.data.reading import Missing
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FILED = ("cifar10", "cifar100", "mnist", "fashion-mnist", "kmnist", "shakespeare", "a9a", "w8a")
-EMNIST = ("balanced", "byclass", "bymerge", "digits", "letters", "mnist")
 ALIKE = ("fashion-mnist", "kmnist")
 """Their files have the same names as those of MNIST."""
 
@@ -30,7 +30,7 @@ def check(folder: Path) -> list[tuple[str, str, bool]]:
         for name in FILED
         if name not in ALIKE or (folder / name).is_dir() or folder.name == name
     ]
-    wanted += [(f"emnist {part}", "emnist", {"part": part}) for part in EMNIST]
+    wanted += [(f"emnist {part}", "emnist", {"part": part}) for part in EMNIST_CLASSES]
     found = []
     for title, name, options in wanted:
         try:

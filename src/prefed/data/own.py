@@ -50,26 +50,23 @@ def npz(path: str, test: float = 0.2, scale: float = 255.0, augment: bool = Fals
         _check_lengths(where, "_test", test_x, test_y)
     else:
         if not 0 < test < 1 or len(x) < 2:
-            raise PrefedError(
-                f"{where}: test should lie between 0 and 1, or give x_test and y_test"
-            )
+            text = "test should lie between 0 and 1, or give x_test and y_test"
+            raise PrefedError(f"{where}: {text}")
         order = draws.generator(0, "npz test").permutation(len(x))
         cut = min(max(1, round(test * len(x))), len(x) - 1)
         test_x, test_y = x[order[:cut]], y[order[:cut]]
         x, y = x[order[cut:]], y[order[cut:]]
         client = None if client is None else client[order[cut:]]
-    classes = None
-    if y.dtype == np.int64:
-        classes = int(max(y.max(), test_y.max())) + 1
+    tensors = [torch.from_numpy(a) for a in (x, y, test_x, test_y)]
     return Dataset(
-        torch.from_numpy(x),
-        torch.from_numpy(y),
-        (torch.from_numpy(test_x), torch.from_numpy(test_y)),
-        Divide(scale) if x.dtype == np.uint8 else None,
-        None if client is None else torch.from_numpy(client),
-        classes,
-        CropAndFlip() if augment else None,
-        scale,
+        tensors[0],
+        tensors[1],
+        (tensors[2], tensors[3]),
+        transform=Divide(scale) if x.dtype == np.uint8 else None,
+        client=None if client is None else torch.from_numpy(client),
+        classes=int(max(y.max(), test_y.max())) + 1 if y.dtype == np.int64 else None,
+        augment=CropAndFlip() if augment else None,
+        scale=scale,
     )
 
 

@@ -41,9 +41,8 @@ def shakespeare(path: str | None = None, length: int = 80, test: float = 0.2) ->
         raise reading.wrong(where, 0, 'no speaker with two speeches ("NAME:" on a line, then text)')
     alphabet = sorted({*"".join("".join(lines) for lines in speakers.values()), "\n"})
     if len(alphabet) > 256:
-        raise reading.wrong(
-            where, 0, f"{len(alphabet)} different characters; at most 256 can be used"
-        )
+        text = f"{len(alphabet)} different characters; at most 256 can be used"
+        raise reading.wrong(where, 0, text)
     codes = {character: code for code, character in enumerate(alphabet)}
 
     train: list[Array] = []

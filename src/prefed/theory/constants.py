@@ -79,8 +79,7 @@ def measure(
         variances.append(variance_within(objective, clients, w, gradients, number))
         tick(f"variances at point {number + 1} of {len(points)}")
         chance = (1 - LEVEL) / (len(points) * len(clients))
-        for client in clients:
-            curvatures.append(measure_curvature(objective, w, client, number, chance))
+        curvatures += [measure_curvature(objective, w, c, number, chance) for c in clients]
         tick(f"curvature at point {number + 1} of {len(points)}")
     widest = max(variances, key=lambda found: found[0].value)
     spread = max(spreads, key=lambda found: found[0].value)

@@ -55,11 +55,9 @@ def perfect(S: Tensor, mu: Tensor, layout: Layout) -> dict[str, Tensor]:
     """The preconditioners W that perfect statistics lead to. AdaGrad and Adam know the second
     moment about zero, the others the covariance."""
     second = (S + torch.outer(mu, mu)).diagonal()
-    found = {"none": torch.eye(len(S), dtype=S.dtype), "AdaGrad": _diagonal(second)}
-    found["Adam"] = found["AdaGrad"]
-    for name in ("diagonal", "block", "kronecker", "full"):
-        found[name] = _of_shape(name, S, layout)
-    return found
+    found = {"none": torch.eye(len(S), dtype=S.dtype)}
+    found["AdaGrad"] = found["Adam"] = _diagonal(second)
+    return found | {name: _of_shape(name, S, layout) for name in NAMES[3:]}
 
 
 def _diagonal(variances: Tensor) -> Tensor:
@@ -86,11 +84,8 @@ def estimated(gradients: Tensor, layout: Layout) -> dict[str, Tensor]:
     found = {"none": torch.eye(gradients.shape[1], dtype=gradients.dtype)}
     n = len(gradients) ** 0.5  # of sums: their root grows so
     rules: dict[str, Rule] = {"AdaGrad": AdaGrad(n * tau), "Adam": Adam(beta2=0.99, tau=tau)}
-    for name in ("diagonal", "block", "kronecker", "full"):
-        rules[name] = SHAPES.get(name)(tau=n * tau, accumulate="sum")
-    for name, rule in rules.items():
-        found[name] = matrix_of(rule, list(gradients), layout)
-    return found
+    rules |= {name: SHAPES.get(name)(tau=n * tau, accumulate="sum") for name in NAMES[3:]}
+    return found | {n: matrix_of(rule, list(gradients), layout) for n, rule in rules.items()}
 
 
 def matrix_of(rule: Rule, gradients: Sequence[Tensor], layout: Layout) -> Tensor:

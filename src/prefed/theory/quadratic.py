@@ -71,10 +71,6 @@ class Quadratic:
     def optimum(self) -> Tensor:
         return self.centres.mean(0)
 
-    def value(self, w: Tensor) -> Tensor:
-        off = w - self.samples
-        return 0.5 * ((off @ self.H) * off).sum(-1).mean()
-
     def excess(self, w: Tensor) -> Tensor:
         """F(w) - F*, for one w or for rows of them."""
         off = w - self.optimum
