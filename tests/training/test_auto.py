@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 import prefed
+from prefed.core import machine
 from prefed.experiments.config import load
 from prefed.training.engines import auto
 from prefed.training.engines.auto import Choice
+from prefed.training.engines.vectorised import Vectorised
 from prefed.training.engines.workers import Workers
 from prefed.training.local_trainer import LocalTrainer
 from prefed.training.task import Task
@@ -89,6 +91,7 @@ def test_short_runs_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_candidates_use_the_cores_that_torch_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(machine, "cores", lambda: 8)
 
     def found(*changes: str, cohort: int = 10) -> list[tuple[str, int]]:
         made = simulation(*changes)
@@ -102,6 +105,69 @@ def test_candidates_use_the_cores_that_torch_uses(monkeypatch: pytest.MonkeyPatc
     assert found("algorithm=prefedsync") == [("sequential", 1), ("vectorised", 1)]
     assert found(cohort=1) == [("sequential", 1)]
     assert found("model.hidden=[8000]") == both[:2], "one client fills the cache"
+
+
+class Watched(nn.Linear):
+    """Notes how many threads torch computes with, in training and in evaluation."""
+
+    seen: ClassVar[set[tuple[bool, int]]] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add((self.training, torch.get_num_threads()))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("engine", ["auto", "sequential"])
+@pytest.mark.parametrize("large", [False, True])
+def test_small_models_compute_with_one_thread_and_large_ones_with_all(
+    monkeypatch: pytest.MonkeyPatch, engine: str, large: bool
+) -> None:
+    monkeypatch.setattr(machine, "LARGE", 0 if large else machine.LARGE)
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    x, y = torch.randn(8, 4), torch.arange(8) % 2
+    data = prefed.FederatedData([(x, y)], test=(x, y))
+    settings = prefed.Settings(rounds=2, local_steps=2, engine=engine, device="cpu")
+    with machine.torch_threads(2):
+        made = prefed.Run(prefed.FedAvg(client_lr=0.1), Watched(4, 2), data, settings)
+        made.prepare()
+        Watched.seen.clear()
+        made.run()
+        assert torch.get_num_threads() == 2, "the caller's threads are as they were"
+    wanted = 2 if large else 1
+    assert Watched.seen == {(True, wanted), (False, wanted)}
+    assert made.trainer.engine == f"sequential x 1 with {wanted} thread{'s' * large}"
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_the_threads_it_had() -> None:
+    assert Choice.parse("sequential x 1") == Choice("sequential", 1, None)
+    for choice in (Choice("sequential", 1, 4), Choice("vectorised", 2), Choice("own:E", 1, None)):
+        assert Choice.parse(str(choice)) == choice
+    with pytest.raises(ValueError, match="no engine"):
+        Choice.parse("vectorised x -1")
+
+
+def test_a_hopeless_candidate_is_dropped_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock by which a block of the vectorised engine takes a hundred times as long."""
+    monkeypatch.setattr(auto, "SHORT", 0)
+    monkeypatch.setattr(auto, "BLOCKS", 10)
+    monkeypatch.setattr(machine, "cores", lambda: 1)
+    monkeypatch.setattr(Vectorised, "block_size", lambda *_: 1)
+    clock, blocks = {"now": 0.0}, {"Sequential": 0, "Vectorised": 0}
+    monkeypatch.setattr("time.perf_counter", lambda: clock["now"])
+    original = Workers.updates
+
+    def updates(self: Any, *args: Any) -> Any:
+        name = type(self.engines[0]).__name__
+        for item in original(self, *args):
+            clock["now"] += 1 if name == "Sequential" else 100
+            blocks[name] += 1
+            yield item
+
+    monkeypatch.setattr(Workers, "updates", updates)
+    made = simulation("clients_per_round=10")
+    made.prepare()
+    assert local(made).choice == Choice("sequential", 1)
+    assert blocks["Vectorised"] <= 2, "one block each time it was tried"
 
 
 def test_the_command_line_shows_the_choice(tmp_path: Any) -> None:
@@ -131,3 +197,13 @@ def test_channels_last_changes_neither_names_nor_order() -> None:
         ), rounds=2, local_steps=2, batch_size=None, device="cpu",
     )  # fmt: skip
     torch.testing.assert_close(result.weights.double(), exact.weights, rtol=1e-4, atol=1e-5)
+
+
+def test_operations_of_a_forward_pass() -> None:
+    x, y = torch.randn(4, 3, 8, 8), torch.arange(4) % 2
+    data = prefed.FederatedData([(x, y)])
+    model = nn.Sequential(
+        nn.Conv2d(3, 5, 3, padding=1, bias=False), nn.Flatten(), nn.Linear(5 * 64, 2, bias=False)
+    )
+    task = Task(model, None, data, torch.device("cpu"))
+    assert task.operations(data) == 2 * (3 * 9) * (5 * 64) + 2 * (5 * 64) * 2

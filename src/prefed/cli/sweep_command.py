@@ -33,13 +33,12 @@ def sweep(
     unless set); the test set is looked at once, with the chosen point.
     With --out, the same command again goes on where it was stopped.
     """
-    import os
-
     from rich.console import Console
 
     from prefed.cli.live import LiveRuns, new_out
     from prefed.cli.tables import points
     from prefed.core.errors import PrefedError
+    from prefed.core.machine import cores
     from prefed.experiments.measures import measure
     from prefed.experiments.ranking import Group
     from prefed.experiments.sweep import Optuna, Space, Suggest, all_at_once, evaluate_best, on_edge
@@ -51,7 +50,7 @@ def sweep(
         raise PrefedError("--grid: give at least one key with values, as client_lr=0.01,0.1")
     suggest: Suggest
     if optuna:
-        suggest = Optuna(space, optuna, workers or os.cpu_count() or 1)
+        suggest = Optuna(space, optuna, workers or cores())
         total = optuna
     else:
         tried = space.random(random) if random else space.grid()

@@ -1,8 +1,16 @@
-"""What this machine has."""
+"""What this machine has, and how much of it a run uses."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+
+LARGE = 1_000_000_000
+"""Floating-point operations of a pass over a batch from which on torch may divide each of its
+operations among threads. Below, threads that wait for each other cost more than they save, and
+beside a busy process many times more."""
 
 
 def total_memory(device: torch.device | None = None) -> int:
@@ -11,3 +19,61 @@ def total_memory(device: torch.device | None = None) -> int:
     if device is not None and device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def cores(group: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """The cores that this process may use: those of its affinity, and not more than the quota of
+    its control groups (containers) allows."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    found = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, min([found, *(int(quota) for quota in _quotas(group, root))]))
+
+
+def _quotas(group: Path, root: Path) -> Iterator[float]:
+    """Cores that each control group around this process allows, of version 2 and of version 1."""
+    try:
+        lines = [line.split(":", 2) for line in group.read_text().splitlines()]
+    except OSError:
+        return
+    for _, kinds, path in (line for line in lines if len(line) == 3):
+        if kinds and "cpu" not in kinds.split(","):
+            continue
+        inside = root / "cpu" if kinds else root
+        here = inside / path.strip("/")
+        for folder in (here, *here.parents):
+            try:
+                if kinds:
+                    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+                    quota, period = ((folder / name).read_text().strip() for name in names)
+                else:
+                    quota, period = (folder / "cpu.max").read_text().split()
+                if quota not in ("max", "-1"):
+                    yield int(quota) / int(period)
+            except (OSError, ValueError, ZeroDivisionError):
+                pass  # the root has no limit, or another system has other files
+            if folder == inside:
+                break
+
+
+def usable_threads() -> int:
+    """The cores a run may use: as many as torch does (OMP_NUM_THREADS), if they are there."""
+    return min(torch.get_num_threads(), cores())
+
+
+def threads_for(operations: float) -> int:
+    """Threads for each operation of a pass over a batch that takes this many in all."""
+    return usable_threads() if operations >= LARGE else 1
+
+
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Let torch compute with this many threads; None leaves it as it is."""
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,12 +1,12 @@
 """Many runs for one question: comparisons of algorithms, and sweeps over options."""
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prefed.core.errors import PrefedError, RunFailed
+from prefed.core.machine import cores
 from prefed.experiments.config import Config, load
 from prefed.experiments.jobs import Job, run_jobs
 from prefed.experiments.run_directory import diff, read_config
@@ -55,7 +55,7 @@ def run_all(
             waiting.append(plan)
     failures = []
     jobs = [Job(plan.config.to_dict(), plan.folder) for plan in waiting]
-    for number, event in run_jobs(jobs, workers or os.cpu_count() or 1) if jobs else ():
+    for number, event in run_jobs(jobs, workers or cores()) if jobs else ():
         plan = waiting[number]
         if "record" in event:
             on_event(plan, event)

@@ -29,7 +29,6 @@ STUDY.json, STUDY.md, STUDY.png         the results: numbers, table and figure
 import copy
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from importlib.resources import files
@@ -44,6 +43,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from prefed.algorithms import ALGORITHMS
 from prefed.core.deprecated import with_new_names
 from prefed.core.errors import PrefedError, RunFailed, checked, did_you_mean
+from prefed.core.machine import cores
 from prefed.core.safe_files import lock, read_whole, write_whole
 from prefed.experiments.config import Config, assign, load, read_toml
 from prefed.experiments.config import read as read_config
@@ -191,7 +191,7 @@ class StudyRuns:
                 waiting.append((title, planned))
         histories: dict[int, list[dict[str, Any]]] = {}
         jobs = [Job(planned.config.to_dict()) for _, planned in waiting]
-        for number, event in run_jobs(jobs, workers or os.cpu_count() or 1) if jobs else ():
+        for number, event in run_jobs(jobs, workers or cores()) if jobs else ():
             title, planned = waiting[number]
             if "record" in event:
                 histories.setdefault(number, []).append(event["record"])

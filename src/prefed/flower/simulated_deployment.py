@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from prefed.core.machine import cores
 from prefed.experiments.config import Config
 from prefed.flower.deployment_options import Options
 from prefed.flower.local_deployment import follow, local_flower
@@ -47,14 +48,14 @@ def main(config: str, nodes: str, job: str) -> None:
     from prefed.flower.client import client_app
     from prefed.flower.server import run
 
-    app, text, cores = ServerApp(), Path(config).read_text(), os.cpu_count() or 1
+    app, text = ServerApp(), Path(config).read_text()
 
     @app.main()
     def serve(grid: Grid, context: Context) -> None:
         run(text, grid, json.loads(job))
 
     with tempfile.TemporaryDirectory(prefix="ray-", dir=_short()) as scratch:
-        init = {"num_cpus": min(cores, int(nodes)), "include_dashboard": False}
+        init = {"num_cpus": min(cores(), int(nodes)), "include_dashboard": False}
         try:
             run_simulation(
                 server_app=app,

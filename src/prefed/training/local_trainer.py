@@ -14,7 +14,7 @@ from prefed.algorithms import Algorithm
 from prefed.data import FederatedData
 from prefed.rules import State
 from prefed.training.engines import ENGINES
-from prefed.training.engines.auto import Choice, choose
+from prefed.training.engines.auto import Choice, choose, threads_of
 from prefed.training.engines.engine import train_block
 from prefed.training.engines.workers import Clients, Workers
 from prefed.training.mean import Mean
@@ -55,6 +55,9 @@ class LocalTrainer(Trainer):
         if self.workers is None:
             count = min(self.choice.workers, len(cohort))  # more would have nothing to do
             self.workers = Workers(self.choice.engine, count, self.task, self.data, self.settings)
+            self.threads = self.choice.threads
+            if count > 1:  # each has one; this is for all that is done between their updates
+                self.threads = threads_of(self.task, self.data, self.settings)
 
     def _choose(self, server: Server, cohort: list[int]) -> Choice:
         parts = self.task, self.data, self.settings, self.algorithm

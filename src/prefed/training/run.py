@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from prefed.algorithms import Algorithm
 from prefed.core import draws
 from prefed.core.errors import Diverged, Interrupted, PrefedError, checked
+from prefed.core.machine import threads_for, torch_threads
 from prefed.core.schedule import at
 from prefed.data import FederatedData
 from prefed.rules import State
@@ -22,7 +23,7 @@ from prefed.training.observers import Callback, Observers
 from prefed.training.ranks import make_trainer
 from prefed.training.round import Server, check_sharing, server_update, traffic
 from prefed.training.settings import Settings
-from prefed.training.task import Loss, Task, choose_device
+from prefed.training.task import EVALUATION_BATCH, Loss, Task, choose_device
 from prefed.training.trainer import Arrived, Record, Trainer, check_fits
 
 log = logging.getLogger("prefed")
@@ -87,6 +88,7 @@ class Run:
         self.stopped_by: BaseException | None = None
         """Why the run ended before its last round."""
         self._is_prepared = self._stop_wanted = False
+        self._evaluation_threads: int | None = None
         self._collapse = CollapseWatch(algorithm)
 
     def run(
@@ -115,8 +117,11 @@ class Run:
     def rounds(self, until: int | None = None) -> Iterator[Record]:
         """Run all rounds that are left, or those up to a number, and give the record of each."""
         last = self.settings.rounds if until is None else until
+        self.prepare()
         while self.server.round < last:
-            yield self.run_round()
+            with torch_threads(self.trainer.threads):
+                record = self.run_round()
+            yield record
 
     @property
     def is_finished(self) -> bool:
@@ -130,6 +135,9 @@ class Run:
         """Choose the engine, wait for nodes: what the first round would do otherwise."""
         if not self._is_prepared:
             self.trainer.prepare(self)
+            self._evaluation_threads = threads_for(
+                EVALUATION_BATCH * self.task.operations(self.data)
+            )
             self._is_prepared = True
 
     def run_round(self) -> Record:
@@ -214,7 +222,8 @@ class Run:
         if self.data.test is None:
             return {}
         self._load()
-        loss, accuracy = self.task.evaluate(*self.data.test.all())
+        with torch_threads(self._evaluation_threads):
+            loss, accuracy = self.task.evaluate(*self.data.test.all())
         return {"test_loss": loss, "test_accuracy": accuracy}
 
     def snapshot(self) -> dict[str, Tensor]:

@@ -128,6 +128,30 @@ class Task:
         self.flat.module.train(training)
         return loss / len(x), correct / y.numel() if labels else None
 
+    @torch.no_grad()
+    def operations(self, data: FederatedData) -> float:
+        """Floating-point operations of a forward pass of one sample, about: two for each weight of
+        a layer at each position of its output (a convolution has one for each pixel)."""
+        total = 0.0
+
+        def count(layer: nn.Module, _: object, output: object) -> None:
+            nonlocal total
+            first = output[0] if isinstance(output, tuple) and output else output
+            for weight in layer.parameters(recurse=False):
+                size = first.numel() if isinstance(first, Tensor) else 0
+                total += 2 * weight.numel() * max(1.0, size / max(1, *weight.shape[:1]))
+
+        module, training = self.flat.module, self.flat.module.training
+        handles = [layer.register_forward_hook(count) for layer in module.modules()]
+        try:
+            module.eval()
+            self.forward(data.client(0).take(torch.arange(1))[0])
+        finally:
+            for handle in handles:
+                handle.remove()
+            module.train(training)
+        return total
+
     def check(self, data: FederatedData) -> None:
         """Try the model, the loss and the data on each other before anything is trained."""
         x, y = data.client(0).take(torch.arange(min(2, len(data.client(0)))))

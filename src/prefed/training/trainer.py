@@ -48,6 +48,8 @@ class Arrived:
 class Trainer(ABC):
     leads: bool = True
     """This process evaluates, writes and prints for the run; of several ranks only the first."""
+    threads: int | None = None
+    """Torch's threads for each operation of a round; None leaves them as they are."""
     engine: str = ""
     """How the run computes, known after `prepare`. A resumed run goes on with the same."""
 

@@ -7,14 +7,14 @@ moment, may lead to another choice: then results agree to rounding, as those of 
 
 import logging
 import math
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from prefed.algorithms import Algorithm
+from prefed.core.machine import threads_for, torch_threads, usable_threads
 from prefed.data import FederatedData
 from prefed.training.engines.engine import train_block
 from prefed.training.engines.vectorised import Vectorised
@@ -37,6 +37,8 @@ PASSES, MOST_PASSES, SECONDS = 2, 8, 3.0
 HOPELESS = 1.5
 """A candidate this many times slower than the best is not measured again: the time is for those
 that are close."""
+SLOW_START = 5.0
+"""The same for the first two times: one also allocates memory, one may meet a busy moment."""
 MARGIN = 0.95
 """A candidate must beat the best of those before it by this factor."""
 
@@ -47,14 +49,24 @@ class Choice:
 
     engine: str
     workers: int
+    threads: int | None = 1
+    """For each operation of a single worker; several have one each. None leaves it to torch, as
+    earlier versions did."""
 
     def __str__(self) -> str:
-        return f"{self.engine} x {self.workers}"
+        text = f"{self.engine} x {self.workers}"
+        if self.workers > 1 or self.threads is None:
+            return text
+        return f"{text} with {self.threads} thread{'s' if self.threads > 1 else ''}"
 
     @classmethod
     def parse(cls, text: str) -> "Choice":
-        engine, _, workers = text.rpartition(" x ")
-        return cls(engine, int(workers))
+        match = re.fullmatch(r"(.+) x (\d{1,6})(?: with (\d{1,6}) threads?)?", text)
+        if match is None:
+            raise ValueError(f"{text!r} says no engine and number of workers")
+        engine, workers, threads = match.groups()
+        alone = 1 if int(workers) > 1 else None
+        return cls(engine, int(workers), int(threads) if threads else alone)
 
 
 def choose(
@@ -67,11 +79,12 @@ def choose(
     kept: Kept,
 ) -> Choice:
     """The choice for a run; one line in the log says what it was and why."""
+    threads = 1 if settings.workers > 1 else threads_of(task, data, settings)
     if settings.engine != "auto":
-        return Choice(settings.engine, settings.workers)
+        return Choice(settings.engine, settings.workers, threads)
     work = settings.rounds * settings.local_steps * len(cohort) * task.flat.layout.size
     if work < SHORT:
-        return Choice("sequential", settings.workers)
+        return Choice("sequential", settings.workers, threads)
     found = candidates(task, data, settings, algorithm, len(cohort))
     if len(found) == 1:
         return found[0]
@@ -80,19 +93,24 @@ def choose(
         brief = settings.model_copy(update={"local_steps": steps})
         return {c: Workers(c.engine, c.workers, task, data, brief) for c in found}
 
-    def measure(choice: Choice) -> float:
+    def measure(choice: Choice, most: float = math.inf) -> float:
+        """Seconds per local step; infinity, and no more work, once it is sure to be over `most`."""
         pool = pools[choice]
         blocks = pool.blocks(algorithm, cohort)[: BLOCKS * choice.workers]
+        count = steps * sum(len(clients) for _, clients in blocks)
         train = partial(train_block, algorithm, server, kept, settings.seed)
-        start = time.perf_counter()
-        for _ in pool.updates(train, blocks):
-            pass
-        clients = sum(len(clients) for _, clients in blocks)
-        return (time.perf_counter() - start) / (clients * steps)
+        with torch_threads(choice.threads):
+            start = time.perf_counter()
+            for _ in pool.updates(train, blocks):
+                if time.perf_counter() - start > most * count:
+                    return math.inf
+        return (time.perf_counter() - start) / count
 
     steps = min(STEPS, settings.local_steps)
     pools = prepare(steps)
-    quickest = min(measure(choice) for choice in found)  # also fills caches and allocates memory
+    quickest = math.inf
+    for choice in found:  # also fills caches and allocates memory
+        quickest = min(quickest, measure(choice, SLOW_START * quickest))
     if quickest * settings.local_steps * len(cohort) < BRIEF:
         steps = settings.local_steps
         pools = prepare(steps)
@@ -102,7 +120,9 @@ def choose(
         if len(close) == 1 or (done >= PASSES and time.perf_counter() - began > SECONDS):
             break
         for choice in close:  # in turn: a busy moment hits all of them
-            times[choice] = min(times[choice], measure(choice))
+            factor = SLOW_START if math.isinf(times[choice]) else HOPELESS
+            seconds = measure(choice, factor * min(times.values()))
+            times[choice] = min(times[choice], seconds)
         close = [c for c in close if times[c] < HOPELESS * min(times.values())]
     best = found[0]
     for choice in found[1:]:
@@ -117,9 +137,9 @@ def candidates(
     task: Task, data: FederatedData, settings: Settings, algorithm: Algorithm, cohort: int
 ) -> list[Choice]:
     """What is worth measuring, the safest first. `workers` says how many cores a run may use;
-    without it a run uses as many as torch does."""
-    workers = [settings.workers]
-    threads = torch.get_num_threads()
+    without it a run uses as many as torch does, if they are there."""
+    workers, threads = [settings.workers], usable_threads()
+    alone = threads_of(task, data, settings)
     shared = cohort > 1 and not algorithm.client_rule().lockstep and task.device.type == "cpu"
     if workers == [1] and threads > 1 and shared and task.randomness != "generator":
         workers.append(min(threads, cohort))
@@ -130,5 +150,13 @@ def candidates(
             engines.append("vectorised")
     # Small operations of many clients suffer most from threads that wait for each other inside
     # them, above all on a busy machine: there one core per block stands first.
-    found = [Choice(engines[0], count) for count in workers]
-    return found + [Choice(engine, count) for engine in engines[1:] for count in workers[::-1]]
+    found = [(engines[0], count) for count in workers]
+    found += [(engine, count) for engine in engines[1:] for count in workers[::-1]]
+    return [Choice(engine, count, 1 if count > 1 else alone) for engine, count in found]
+
+
+def threads_of(task: Task, data: FederatedData, settings: Settings) -> int | None:
+    """For each operation of a local step: one, unless the model is large."""
+    if task.device.type != "cpu" or settings.engine not in ("auto", "sequential", "vectorised"):
+        return None  # the compiled engine and those of one's own use threads as they like
+    return threads_for(3 * task.operations(data) * (settings.batch_size or len(data.client(0))))

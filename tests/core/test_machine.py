@@ -1,0 +1,65 @@
+"""The cores that a process may use, and the threads that torch computes with."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from prefed.core import machine
+
+
+def group(tmp_path: Path, line: str, **files: str) -> int:
+    """The cores of a process whose control group is told by this line and these files."""
+    (tmp_path / "cgroup").write_text(line)
+    for name, text in files.items():
+        path = tmp_path / "fs" / name.replace("__", "/").replace("_DOT_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return machine.cores(tmp_path / "cgroup", tmp_path / "fs")
+
+
+@pytest.fixture(autouse=True)
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+
+
+def test_affinity_without_control_groups(tmp_path: Path) -> None:
+    assert machine.cores(tmp_path / "none", tmp_path) == 8
+
+
+def test_quota_of_version_2_also_of_a_group_around_it(tmp_path: Path) -> None:
+    limits = {"a__cpu_DOT_max": "350000 100000\n", "a__b__cpu_DOT_max": "max 100000\n"}
+    assert group(tmp_path, "0::/a/b\n", **limits) == 3
+
+
+def test_quota_of_version_1(tmp_path: Path) -> None:
+    limits = {
+        "cpu__a__cpu_DOT_cfs_quota_us": "50000\n",
+        "cpu__a__cpu_DOT_cfs_period_us": "100000\n",
+        "cpu__cpu_DOT_cfs_quota_us": "-1\n",
+        "cpu__cpu_DOT_cfs_period_us": "100000\n",
+    }
+    assert group(tmp_path, "5:memory:/a\n4:cpu,cpuacct:/a\n", **limits) == 1, "half a core is one"
+
+
+def test_files_of_another_form_are_passed_over(tmp_path: Path) -> None:
+    assert group(tmp_path, "0::/a\nnonsense\n", a__cpu_DOT_max="0 0 0\n") == 8
+
+
+def test_threads_go_by_size_and_by_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    assert machine.threads_for(machine.LARGE) == 8
+    assert machine.threads_for(machine.LARGE - 1) == 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert machine.threads_for(machine.LARGE) == 2, "OMP_NUM_THREADS, or what the caller has set"
+
+
+def test_threads_are_given_back() -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(ZeroDivisionError), machine.torch_threads(3):
+        assert torch.get_num_threads() == 3
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == before
+    with machine.torch_threads(None):
+        assert torch.get_num_threads() == before
