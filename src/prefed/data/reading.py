@@ -37,8 +37,13 @@ def missing(name: str, wanted: str, folder: Path) -> Missing:
 
 
 def find(name: str, folder: Path, candidates: list[str]) -> Path:
-    """The first of the candidates that exists, in the folder or in its folder for this data set."""
-    for place in (folder, folder / name):
+    """The first of the candidates that exists, in the folder, in its folder for this data set, or
+    where a package puts it."""
+    from prefed.data.sources import SOURCES
+
+    packaged = SOURCES[name].places if name in SOURCES else ()
+    near = [base / place for place in packaged for base in (folder, Path())]
+    for place in (folder, folder / name, *near):
         for candidate in candidates:
             if (place / candidate).is_file():
                 return place / candidate

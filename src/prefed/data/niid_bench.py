@@ -1,0 +1,83 @@
+"""The splits by label of NIID-Bench (Li et al. 2022), as its code has them."""
+
+import numpy as np
+
+from prefed.core.errors import PrefedError
+from prefed.data.dataset import SPLITS
+from prefed.data.federated import Parts
+from prefed.data.splits import Labels, check_labels, check_size
+
+ATTEMPTS = 1000
+"""Draws of `dirichlet-balanced`, after which it gives up."""
+
+
+@SPLITS.register("labels")
+def labels_per_client(
+    labels: Labels, generator: np.random.Generator, *, clients: int, per_client: int = 2
+) -> Parts:
+    """NIID-Bench's #C = k: every client has samples of `per_client` labels and of no other.
+
+    Client i has the label i modulo their number, and others drawn at random; the samples of a
+    label are divided evenly among the clients that have it.
+    """
+    check_labels(labels, "labels")
+    names = np.unique(labels)
+    if not 1 <= per_client <= len(names):
+        raise PrefedError(f"data.split.per_client: should be from 1 to {len(names)}, the labels")
+    if clients < len(names):
+        raise PrefedError(
+            f"data.split.clients: {clients} are fewer than the {len(names)} labels, and samples "
+            f"of some would have no client; take more, or the split shards"
+        )
+    has = np.zeros((clients, len(names)), bool)
+    for client in range(clients):
+        first = client % len(names)
+        others = np.delete(np.arange(len(names)), first)
+        has[client, [first, *generator.permutation(others)[: per_client - 1]]] = True
+    parts: list[list[Labels]] = [[] for _ in range(clients)]
+    for column, label in enumerate(names):
+        owners = np.flatnonzero(has[:, column])
+        members = generator.permutation(np.flatnonzero(labels == label))
+        for owner, part in zip(owners, np.array_split(members, len(owners)), strict=True):
+            parts[owner].append(part)
+    return _parts([np.concatenate(part) for part in parts])
+
+
+@SPLITS.register("dirichlet-balanced")
+def dirichlet_balanced(
+    labels: Labels,
+    generator: np.random.Generator,
+    *,
+    clients: int,
+    alpha: float,
+    min_size: int = 10,
+) -> Parts:
+    """NIID-Bench's Dirichlet split: as dirichlet, but a client that has its even share of all
+    samples gets none of the labels that follow, and all is drawn again until each client has
+    min_size samples."""
+    check_labels(labels, "dirichlet-balanced")
+    check_size(len(labels), clients, min_size)
+    if not alpha > 0:
+        raise PrefedError(f"data.split.alpha: should be greater than 0, not {alpha}")
+    for _ in range(ATTEMPTS):
+        parts: list[list[Labels]] = [[] for _ in range(clients)]
+        sizes = np.zeros(clients, np.int64)
+        for label in np.unique(labels):
+            members = generator.permutation(np.flatnonzero(labels == label))
+            shares = generator.dirichlet(np.full(clients, alpha)) * (sizes < len(labels) / clients)
+            if shares.sum() == 0:  # all of them too small for a float
+                shares = (sizes < len(labels) / clients).astype(float)
+            cuts = (np.cumsum(shares / shares.sum()) * len(members)).astype(np.int64)[:-1]
+            for client, part in enumerate(np.split(members, cuts)):
+                parts[client].append(part)
+                sizes[client] += len(part)
+        if sizes.min() >= min_size:
+            return _parts([generator.permutation(np.concatenate(part)) for part in parts])
+    raise PrefedError(
+        f"data.split: in {ATTEMPTS} draws some client always had fewer than {min_size} samples; "
+        f"raise alpha, lower min_size or clients, or take the split dirichlet, which fills up"
+    )
+
+
+def _parts(of_clients: list[Labels]) -> Parts:
+    return Parts(np.concatenate(of_clients), np.cumsum([len(part) for part in of_clients]))
