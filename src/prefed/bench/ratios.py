@@ -2,9 +2,11 @@
 
 import resource
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -13,6 +15,7 @@ from prefed.algorithms.fedavg import FedAvg
 from prefed.algorithms.prefed import PreFed
 from prefed.bench.bare import LR, Alone, Processes, Threads
 from prefed.bench.workloads import WORKLOADS, Workload
+from prefed.core.machine import torch_threads
 from prefed.experiments.config import Config
 from prefed.training.run import Run
 from prefed.training.settings import Settings
@@ -34,30 +37,53 @@ def simulation(work: Workload, algorithm: Algorithm, engine: str, workers: int) 
     return Run(algorithm, work.model(), work.data, settings)
 
 
-def bench(name: str, passes: int, engine: str, workers: int) -> Iterator[str]:
-    """The table of a workload, line by line: seconds a round, and ratios to the best bare loop."""
+@contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """So many processes beside this one that never rest."""
+    spin = (sys.executable, "-c", "while True: pass")
+    processes = [subprocess.Popen(spin) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def bench(name: str, passes: int, engine: str, workers: int, beside: int = 0) -> Iterator[str]:
+    """The table of a workload, line by line: seconds a round, and ratios to the best bare loop;
+    beside some busy processes, if wanted."""
     work, cores = WORKLOADS[name](), max(2, torch.get_num_threads())
     with ExitStack() as stack:
+        stack.enter_context(neighbours(beside))
         threads, others = Threads(work, cores), Processes(name, work, cores)
         stack.callback(threads.close)
         stack.callback(others.close)
         fedavg = simulation(work, FedAvg(client_lr=LR), engine, workers)
         prefed = simulation(work, PreFed(), engine, workers)
         fedavg.run_round(), prefed.run_round()
+        with torch_threads(1):
+            single = simulation(work, FedAvg(client_lr=LR), engine, 1)
+            single.run_round()
         rounds: dict[str, Round] = {
             "bare loop, all cores on a client": Alone(work).round,
             f"bare loop, {cores} threads": threads.round,
             f"bare loop, {cores} processes": others.round,
             f"prefed FedAvg ({fedavg.trainer.engine})": fedavg.run_round,
             f"prefed PreFed ({prefed.trainer.engine})": prefed.run_round,
+            f"one thread in all, FedAvg ({single.trainer.engine})": single.run_round,
         }
         times = interleaved(rounds, passes)
-    yield work.title
+    yield work.title + (f", beside {beside} busy processes" if beside else "")
     best = min(seconds for label, seconds in times.items() if label.startswith("bare"))
     for label, seconds in times.items():
-        yield f"  {label:<44} {seconds:8.4f} s   {seconds / best:5.2f} of the best bare loop"
+        yield f"  {label:<60} {seconds:8.4f} s   {seconds / best:5.2f} of the best bare loop"
     ours = [seconds for label, seconds in times.items() if label.startswith("prefed")]
-    yield f"  PreFed / FedAvg {ours[1] / ours[0]:.2f}; peak memory of this process {peak():.0f} MB"
+    alone = next(seconds for label, seconds in times.items() if label.startswith("one thread"))
+    yield (
+        f"  PreFed / FedAvg {ours[1] / ours[0]:.2f}; FedAvg / FedAvg with one thread in all "
+        f"{ours[0] / alone:.2f}; peak memory of this process {peak():.0f} MB"
+    )
 
 
 def bench_config(config: Config, passes: int) -> Iterator[str]:

@@ -10,6 +10,9 @@ def bench(
     passes: Annotated[int, typer.Option(min=1, help="rounds of each, interleaved")] = 5,
     engine: Annotated[str, typer.Option(help="sequential, vectorised, compiled or auto")] = "auto",
     workers: Annotated[int, typer.Option(min=1, help="threads")] = 1,
+    beside: Annotated[
+        int, typer.Option(min=0, help="busy processes beside it, to see what a neighbour costs")
+    ] = 0,
 ) -> None:
     """Measure prefed against bare PyTorch loops on this machine, as ratios."""
     from prefed.bench import ratios
@@ -19,7 +22,7 @@ def bench(
     for name in what or list(WORKLOADS):
         known = name.upper() in WORKLOADS
         lines = (
-            ratios.bench(name.upper(), passes, engine, workers)
+            ratios.bench(name.upper(), passes, engine, workers, beside)
             if known
             else ratios.bench_config(load(name), passes)
         )

@@ -117,11 +117,8 @@ class Run:
     def rounds(self, until: int | None = None) -> Iterator[Record]:
         """Run all rounds that are left, or those up to a number, and give the record of each."""
         last = self.settings.rounds if until is None else until
-        self.prepare()
         while self.server.round < last:
-            with torch_threads(self.trainer.threads):
-                record = self.run_round()
-            yield record
+            yield self.run_round()
 
     @property
     def is_finished(self) -> bool:
@@ -141,8 +138,13 @@ class Run:
             self._is_prepared = True
 
     def run_round(self) -> Record:
-        """One round of the paper's outer loop."""
+        """The next round."""
         self.prepare()
+        with torch_threads(self.trainer.threads):
+            return self._round()
+
+    def _round(self) -> Record:
+        """One round of the paper's outer loop."""
         start, round = time.perf_counter(), self.server.round
         algorithm, settings = self.algorithm, self.settings
 
