@@ -151,12 +151,10 @@ class LocalFlower:
         there = sum(self.logged(name, "SuperNode ID") for name in nodes)
         app = "run" if "run" in self.processes else "simulation"
         if self.logged(app, PARTITIONS_FOUND):
-            return "the clients train in round 1"
-        if there < len(nodes):
+            return "clients train in round 1"
+        if there < len(nodes) or (nodes and not self.logged(app, "Start `flwr-serverapp`")):
             return f"{there} of {len(nodes)} nodes connected"
-        if nodes and not self.logged(app, "Start `flwr-serverapp`"):
-            return f"{there} of {len(nodes)} nodes connected; the ServerApp starts"
-        return "the ServerApp asks the nodes for their partitions"
+        return "ServerApp asks nodes for partitions"
 
     def call(self, *command: str) -> str:
         """Run one of Flower's commands to its end."""
@@ -250,9 +248,9 @@ def deploy_locally(
     """Run a config on a SuperLink and `nodes` SuperNodes here; the ServerApp writes `folder`."""
     folder = folder.absolute()
     with local_flower(config, folder, nodes, options, resume) as flower:
-        say("the SuperLink starts")
+        say("SuperLink starts")
         flower.start_superlink()
-        say(f"the SuperLink is up on {flower.address}; the nodes get keys")
+        say("SuperLink is up; nodes get keys")
         place = {PARTITIONS: nodes, "state-dir": str(folder / "nodes")}
         names = [f"supernode-{number}" for number in range(nodes)]
         keys = [make_node_key(flower.home / name) for name in names]

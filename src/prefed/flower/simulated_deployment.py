@@ -36,7 +36,7 @@ def deploy_simulated(
         job = options.to_run_config() | {"run-dir": str(folder), "resume": resume}
         app = flower.home / "app" / PACKAGE / "config.toml"
         command = (sys.executable, "-m", "prefed.flower.simulated_deployment")
-        say("Flower's simulation engine starts")
+        say("simulation engine starts")
         flower.start("simulation", *command, str(app), str(nodes), json.dumps(job))
         follow(folder, config.rounds, flower, ("simulation",), on_record, say)
 

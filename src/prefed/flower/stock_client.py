@@ -57,6 +57,11 @@ def local_train(
     steps = list(batches)
     if not steps:
         raise PrefedError("batches: there is none")
+    if not all(isinstance(batch, tuple | list) and len(batch) == 2 for batch in steps):
+        raise PrefedError(
+            f"batches: should be pairs (x, y), not {type(steps[0]).__name__}; from dicts make "
+            f'them so: [(batch["img"], batch["label"]) for batch in trainloader]'
+        )
     count = samples if samples is not None else sum(len(x) for x, _ in steps)
     metrics = MetricRecord({p.SAMPLES: count, p.STEPS: len(steps), p.TRAINED: asked.round})
     if asked.question:
