@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import ssl
@@ -26,6 +27,7 @@ import torch
 from typer.testing import CliRunner
 
 from prefed.cli import app
+from prefed.cli.progress import RoundBar
 from prefed.core.errors import PrefedError
 from prefed.core.safe_files import is_locked
 from prefed.experiments.config import load
@@ -34,6 +36,7 @@ from prefed.flower.credentials import make_certificates, make_node_key
 from prefed.flower.deployment_options import Options
 from prefed.flower.local_deployment import LocalFlower, follow
 from prefed.flower.protocol import PARTITION, PARTITIONS
+from prefed.flower.server import PARTITIONS_FOUND
 from prefed.flower.write import write_app
 from tests.helpers import ROOT
 
@@ -100,6 +103,12 @@ def test_a_small_deployment(tmp_path: Path, nothing_left: dict[str, str]) -> Non
     output, errors = (done := deploy(words, nothing_left)).communicate(timeout=900)
     assert done.returncode == 0, errors
     assert re.findall(r"round (\d)/3", output) == ["1", "2", "3"]
+    lines = output.splitlines()
+    assert lines[:2] == ["SuperLink starts", "SuperLink is up; nodes get keys"]
+    waits = lines[2 : next(n for n, line in enumerate(lines) if line.startswith("round 1/3"))]
+    assert re.fullmatch(r"[012] of 2 nodes connected.*", waits[0])
+    assert waits[-1] == "clients train in round 1"
+    assert len(set(waits)) == len(waits)
     assert_equals_simulation(tmp_path / "run", changes)
     assert {p.name for p in (tmp_path / "run" / "logs").iterdir()} == {
         "superlink.log", "supernode-0.log", "supernode-1.log", "run.log"
@@ -107,6 +116,49 @@ def test_a_small_deployment(tmp_path: Path, nothing_left: dict[str, str]) -> Non
     _, errors = (refused := deploy(words, nothing_left)).communicate(timeout=60)
     assert refused.returncode == 2
     assert "holds this run already" in errors
+
+
+@pytest.mark.process
+def test_what_a_deployment_waits_for(tmp_path: Path) -> None:
+    """Told from the logs of the processes, and not from those of a run before."""
+    for name in ("supernode-0", "supernode-1", "run"):
+        said = "SuperNode ID Start `flwr-serverapp` partitions have a node"
+        (tmp_path / f"{name}.log").write_text(said)
+    stages = []
+    with LocalFlower(tmp_path) as flower:
+        for name, said in {
+            "supernode-0": "Starting", "supernode-1": "Starting", "run": "Starting",
+            "supernode-0 ": "SuperNode ID: 1", "supernode-1 ": "SuperNode ID: 2",
+            "run ": "Start \\`flwr-serverapp\\`", "run  ": f"2 of 2 {PARTITIONS_FOUND}",
+        }.items():  # fmt: skip
+            flower.start(name.strip(), "sh", "-c", f'echo "{said}"').wait()
+            if len(flower.processes) == 3:
+                stages.append(flower.stage())
+    assert stages == [
+        "0 of 2 nodes connected",
+        "1 of 2 nodes connected",
+        "2 of 2 nodes connected",
+        "ServerApp asks nodes for partitions",
+        "clients train in round 1",
+    ]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_wait_on_a_terminal_and_in_a_pipe(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longest = "ServerApp asks nodes for partitions"
+    with RoundBar(100, quiet=False) as bar:
+        bar.say(longest)
+    assert capsys.readouterr().out == f"{longest}\n"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with RoundBar(100, quiet=False) as bar:
+        bar.say(longest)
+    out, shown = capsys.readouterr()
+    assert not out
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).splitlines()[-1]
+    assert f"rounds  {longest} 0:00:00 left" in last
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -340,3 +392,47 @@ def test_a_stock_app_on_a_real_deployment(
     accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)", log)]
     assert len(accuracies) == 3, log
     assert safetensors.torch.load_file(model)["norm.num_batches_tracked"].item() == 3 * 6
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_prefed_in_a_stock_app_says_what_to_change(flower: LocalFlower, tmp_path: Path) -> None:
+    """The swap as an engineer makes it: one constructor, the ClientApp as it was."""
+    stock = tmp_path / "stock"
+    shutil.copytree(ROOT / "examples" / "flower_stock", stock)
+    server = stock / "stock" / "server_app.py"
+    text = server.read_text()
+    ours = r"prefed\.flower\.PreFedOpt\(\s*server_lr=0\.003, per_step=False,"
+    swapped, count = re.subn(ours, "prefed.flower.PreFed(", text)
+    assert count == 1
+    server.write_text(swapped)
+    for number in range(2):
+        flower.add_supernode(f"supernode-{number}", {PARTITION: number, PARTITIONS: 2})
+    flower.submit(stock, {}).wait(600)
+    log = (flower.logs / "run.log").read_text()
+    assert "has no record 'prefed-state'" in log
+    assert "return prefed.flower.local_train(message, context, model, batches)" in log
+    assert sum(trained(flower, f"supernode-{number}") for number in range(2)) == 1
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_the_command_of_the_stock_example_without_a_network(tmp_path: Path) -> None:
+    """Word for word; the namespace that it runs in has no way out."""
+    stock = tmp_path / "stock"
+    shutil.copytree(ROOT / "examples" / "flower_stock", stock)
+    (command,) = re.findall(r"```sh\n(.*?)\n```", (stock / "README.md").read_text())
+    if subprocess.run(["unshare", "-rn", "true"], check=False).returncode:
+        pytest.skip("this machine allows no network namespaces")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    sources = os.environ.get("PYTHONPATH", str(ROOT / "src"))
+    home = {"FLWR_HOME": str(tmp_path / "home"), "PATH": path, "PYTHONPATH": sources}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=stock, env=os.environ | home, capture_output=True, text=True,
+        timeout=900, check=False,
+    )  # fmt: skip
+    accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)", done.stdout)]
+    assert len(accuracies) == 3, done.stdout + done.stderr
+    assert accuracies[-1] > accuracies[0]
+    model = safetensors.torch.load_file(stock / "final_model.safetensors")
+    assert model["norm.num_batches_tracked"].item() == 3 * 6

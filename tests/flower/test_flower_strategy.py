@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
+from flwr.serverapp import strategy as fs
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 import prefed
 import prefed.flower
 from prefed.core.errors import PrefedError, RunFailed
+from prefed.flower.strategy import mean_metrics
 from tests.helpers import ROOT
 from tests.helpers.flower_apps import LR, OPTIONS, STEPS, flat, run, tiny_app, tiny_grid
 from tests.helpers.loopback import LoopbackGrid, Tamper
@@ -99,6 +112,207 @@ def test_prefed_with_the_optimiser_and_two_lines(tmp_path: Path) -> None:
     result = run(strategy, tiny_grid(tiny_app(arrays(), "covariance"), tmp_path))
     wanted = simulated(prefed.PreFed(client_lr=LR))
     torch.testing.assert_close(flat(result.arrays), wanted, rtol=0, atol=1e-10)
+
+
+WITHOUT_STEPS = {"fraction_evaluate": 0.0, "ask_partitions": True}
+
+
+def counted(seen: list[str], change: Any = lambda reply, count: reply) -> Tamper:
+    """Counts what nodes are asked to train, and hands each reply to `change`."""
+
+    def tamper(node: int, message: Message, reply: Message) -> Message | None:
+        if message.metadata.message_type != "train":
+            return reply
+        asked = any("prefed-question" in r for r in message.content.config_records.values())
+        seen.append("question" if asked else "train")
+        return change(reply, len(seen))  # type: ignore[no-any-return]
+
+    return tamper
+
+
+def failed(reply: Message, count: int) -> Message:
+    if count > 1:
+        return reply
+    broken = Message(Error(code=2, reason="no space left"), reply_to=reply)
+    broken.metadata.__dict__ |= reply.metadata.__dict__
+    return broken
+
+
+@pytest.mark.parametrize("name", ["PreFed", "AdaAlter", "SCAFFOLD"])
+def test_a_client_without_the_rule_is_noticed_before_others_train(
+    name: str, tmp_path: Path
+) -> None:
+    seen: list[str] = []
+    grid = tiny_grid(tiny_app(arrays()), tmp_path, counted(seen))
+    with pytest.raises(PrefedError, match=r"(?s)no record 'prefed-state' .*\.local_train\(message"):
+        run(getattr(prefed.flower, name)(**WITHOUT_STEPS), grid)
+    assert seen == ["question"]
+
+
+def test_without_an_answer_the_first_round_tells_and_is_not_repeated(tmp_path: Path) -> None:
+    seen: list[str] = []
+    grid = tiny_grid(tiny_app(arrays()), tmp_path, counted(seen, failed))
+    with pytest.raises(PrefedError, match="local_train"):
+        run(prefed.flower.PreFed(**WITHOUT_STEPS), grid)
+    assert seen == ["question"] + ["train"] * 6
+
+
+def test_local_train_answers_without_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[int] = []
+    update = prefed.flower.stock_client.local_update
+
+    def local_update(*parts: Any) -> Any:
+        trained.append(1)
+        return update(*parts)
+
+    monkeypatch.setattr("prefed.flower.stock_client.local_update", local_update)
+    seen: list[str] = []
+    grid = tiny_grid(tiny_app(arrays(), "local_train"), tmp_path, counted(seen))
+    run(prefed.flower.PreFed(client_lr=LR, **WITHOUT_STEPS), grid, 2)
+    assert seen == ["question"] + ["train"] * 12
+    assert len(trained) == 12
+
+
+def test_a_question_that_fails_holds_nobody_up(tmp_path: Path) -> None:
+    grid = tiny_grid(tiny_app(arrays(), "local_train"), tmp_path, counted([], failed))
+    result = run(prefed.flower.PreFed(client_lr=LR, **WITHOUT_STEPS), grid)
+    wanted = simulated(prefed.PreFed(client_lr=LR))
+    torch.testing.assert_close(flat(result.arrays), wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("helper", "metrics"), [
+    ("local_train", {}), ("plain", {"local-steps": STEPS}), ("plain", {"local-steps": 1.0 * STEPS}),
+])  # fmt: skip
+def test_prefedopt_learns_the_number_of_local_steps(
+    helper: str, metrics: dict[str, Any], tmp_path: Path
+) -> None:
+    strategy = prefed.flower.PreFedOpt(client_lr=LR, **WITHOUT_STEPS)
+    result = run(strategy, tiny_grid(tiny_app(arrays(), helper, metrics), tmp_path))
+    wanted = simulated(prefed.PreFedOpt(client_lr=LR))
+    torch.testing.assert_close(flat(result.arrays), wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [None, 0, -3, 2.5, float("nan"), 10**8, [3]])
+def test_prefedopt_never_guesses_the_number_of_local_steps(steps: Any, tmp_path: Path) -> None:
+    metrics = {} if steps is None else {"local-steps": steps}
+    seen: list[str] = []
+    grid = tiny_grid(tiny_app(arrays(), "plain", metrics), tmp_path, counted(seen))
+    with pytest.raises(PrefedError, match=r"'local-steps'.*local_steps=.*per_step=False"):
+        run(prefed.flower.PreFedOpt(**WITHOUT_STEPS), grid)
+    assert seen == ["question"]
+    private = prefed.flower.PreFedOpt(
+        weighting="uniform", privacy=prefed.flower.CentralDP(1.0, 1.0), **WITHOUT_STEPS
+    )
+    with pytest.raises(PrefedError, match="no privacy; give local_steps="):
+        run(private, grid)
+    assert seen == ["question"]
+
+
+def test_one_client_cannot_move_the_number_of_local_steps(tmp_path: Path) -> None:
+    lie = tampered("metrics", lambda r: r.update({"local-steps": 10**6}))
+    metrics = {"local-steps": STEPS}
+    results = []
+    for tamper in (None, lie):
+        grid = tiny_grid(tiny_app(arrays(), "plain", metrics), tmp_path, tamper)
+        strategy = prefed.flower.PreFedOpt(client_lr=LR, **WITHOUT_STEPS)
+        results.append(flat(run(strategy, grid).arrays))
+    assert torch.equal(*results)
+
+
+class Lines(logging.Handler):
+    """What Flower's logger shows while a `with` lasts."""
+
+    def __enter__(self) -> list[str]:
+        self.lines: list[str] = []
+        logging.getLogger("flwr").addHandler(self)
+        return self.lines
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger("flwr").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def test_a_number_of_local_steps_that_clients_contradict_is_told(tmp_path: Path) -> None:
+    app = tiny_app(arrays(), "plain", {"local-steps": STEPS})
+    with Lines() as lines:
+        run(prefed.flower.PreFedOpt(**OPTIONS | {"local_steps": 7}), tiny_grid(app, tmp_path), 1)
+    assert f"local_steps is 7, and clients say that they took {STEPS} to {STEPS}" in lines
+
+
+@pytest.mark.parametrize(("helper", "warned"), [("plain", True), ("local_train", False)])
+def test_a_rule_for_clients_that_nobody_follows_is_told(
+    helper: str, warned: bool, tmp_path: Path
+) -> None:
+    with Lines() as lines:
+        run(prefed.flower.FedProx(**OPTIONS), tiny_grid(tiny_app(arrays(), helper), tmp_path), 2)
+    told = [line for line in lines if "6 of 6 clients train in their own way: FedProx" in line]
+    assert len(told) == int(warned)
+
+
+def test_the_log_is_that_of_flower_s_own_strategy(stock: ModuleType) -> None:
+    """Line for line, numbers of one run apart, in one and the same app."""
+    shown, results = [], []
+    for make in (fs.FedAvg, prefed.flower.FedAvg):
+        torch.manual_seed(0)
+        first = ArrayRecord(sys.modules["stock.task"].Net().state_dict())
+        grid = LoopbackGrid(stock_nodes(stock), run_config={"local-epochs": 1})
+        with Lines() as lines:
+            results.append(
+                make(fraction_train=0.5).start(
+                    grid, first, 2, train_config=ConfigRecord({"lr": 0.1}),
+                    evaluate_fn=lambda round, arrays: MetricRecord({"acc": round / 4}),
+                )
+            )  # fmt: skip
+        shown.append([re.sub(r"\d+\.\d+(e[+-]\d+)?", "#", line) for line in lines])
+    theirs, ours = shown
+    assert "Starting FedAvg strategy:" in ours
+    assert [line for line in theirs if line not in ours and "└──Minimum avail" not in line] == []
+    begin = theirs.index("[ROUND 1/2]")
+    assert theirs[begin:] == ours[ours.index("[ROUND 1/2]") :]
+    assert "aggregate_evaluate: Received 4 results and 0 failures" in ours
+
+
+def test_metrics_are_reduced_as_flower_does_it() -> None:
+    draw = np.random.default_rng(0)
+    contents = [
+        RecordDict({"m": MetricRecord({
+            "num-examples": int(draw.integers(1, 50)), "z": float(draw.normal()),
+            "per-class": [float(v) for v in draw.normal(size=3)], "count": int(draw.integers(9)),
+        })})
+        for _ in range(5)
+    ]  # fmt: skip
+    theirs = aggregate_metricrecords(contents, "num-examples")
+    ours = mean_metrics(contents, "num-examples")
+    assert list(ours) == list(theirs) == ["z", "per-class", "count"]
+    for key, value in theirs.items():
+        assert ours[key] == pytest.approx(value, rel=1e-12)
+    for bad in ([1.0, 2.0], 1.0, [1.0, float("nan"), 0.0]):
+        contents[3].metric_records["m"]["per-class"] = cast(Any, bad)
+        assert list(mean_metrics(contents, "num-examples")) == ["z", "count"]
+
+
+@pytest.mark.long
+def test_the_readme_of_the_stock_example(stock: ModuleType, tmp_path: Path) -> None:
+    """Its lines for PreFed, in place of the train function."""
+    readme = (STOCK / "README.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", readme, flags=re.S)
+    task = sys.modules["stock.task"]
+    names = {**vars(stock), "app": (app := ClientApp())}
+    exec(compile(block, "README.md", "exec"), names)
+    app.evaluate()(stock.evaluate)
+    nodes = {n: (app, config) for n, (_, config) in stock_nodes(stock).items()}
+    torch.manual_seed(0)
+    grid = LoopbackGrid(nodes, run_config={"local-epochs": 1})
+    assert "prefed.flower.PreFed(client_lr=0.003)" in readme
+    strategy = prefed.flower.PreFed(client_lr=0.003)
+    result = strategy.start(grid, ArrayRecord(task.Net().state_dict()), 5)
+    assert result.evaluate_metrics_clientapp[5]["eval_acc"] > 0.7
+    assert list(result.train_metrics_clientapp[1]) == ["local-steps", "train_loss"]
+    assert result.train_metrics_clientapp[1]["local-steps"] == 6
 
 
 def test_cohorts_are_those_of_simulation(tmp_path: Path) -> None:
@@ -249,13 +463,52 @@ def test_central_dp_under_flower_s_accounting(tmp_path: Path) -> None:
     assert strategy.server.round == spent.num_releases
 
 
-def test_python_of_the_docs() -> None:
+class Loader:
+    """Full batches as flwr-datasets hands them out."""
+
+    def __init__(self, partition: int) -> None:
+        x, self.dataset = arrays()[partition]
+        self.batch = {"img": torch.tensor(x), "label": torch.tensor(self.dataset)}
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter([self.batch] * STEPS)
+
+
+def test_python_of_the_docs(tmp_path: Path) -> None:
+    """As it stands there, around a model and a loader; both clients train as in simulation."""
     text = (STOCK.parent.parent / "docs" / "flower.md").read_text()
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {
+        "Net": tiny_model,
+        "load_data": lambda context: (Loader(int(context.node_config["partition-id"])), None),
+    }
+    apps: list[ClientApp] = []
     for block in re.findall(r"```python\n(.*?)```", text, flags=re.S):
         exec(compile(block, "docs/flower.md", "exec"), names)
+        if names.get("app") not in (None, *apps):
+            apps.append(names["app"])
     assert isinstance(names["strategy"], prefed.flower.Strategy)
     assert names["strategy"].privacy.clip_norm == 0.5
+    assert len(apps) == 2
+    for app in apps:
+        prefed.flower.tell_partition(app)
+        options = OPTIONS | {"weighting": "uniform", "local_steps": None}
+        strategy = prefed.flower.PreFed(client_lr=0.001, **options)
+        result = run(strategy, tiny_grid(app, tmp_path))
+        wanted = simulated(prefed.PreFed(client_lr=0.001), weighting="uniform")
+        torch.testing.assert_close(flat(result.arrays), wanted, rtol=0, atol=1e-10)
+
+
+def test_batches_that_are_not_pairs(tmp_path: Path) -> None:
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Any) -> Message:
+        loader: Any = Loader(0)
+        reply: Message = prefed.flower.local_train(message, context, tiny_model(), loader)
+        return reply
+
+    with pytest.raises(RunFailed, match=r"pairs \(x, y\), not dict; .*batch\[.img.\]"):
+        run(prefed.flower.PreFed(fraction_evaluate=0.0, retries=0), tiny_grid(app, tmp_path), 1)
 
 
 def test_lockstep_is_refused() -> None:

@@ -20,8 +20,10 @@ from tests.helpers.problems import arrays, tiny_model
 STEPS, LR = 3, 0.1
 
 
-def tiny_app(samples: list[tuple[Any, Any]], helper: str = "plain") -> ClientApp:
-    """Full-batch steps on the samples of a partition."""
+def tiny_app(
+    samples: list[tuple[Any, Any]], helper: str = "plain", metrics: dict[str, Any] | None = None
+) -> ClientApp:
+    """Full-batch steps on the samples of a partition. metrics are added to the plain reply."""
     app = ClientApp()
     prefed.flower.tell_partition(app)
 
@@ -47,7 +49,7 @@ def tiny_app(samples: list[tuple[Any, Any]], helper: str = "plain") -> ClientApp
         answer = RecordDict({"arrays": ArrayRecord(model.state_dict())})
         if helper == "covariance":
             answer[p.STATE] = prefed.flower.state_record(message, model, optimiser)
-        answer["metrics"] = MetricRecord({"num-examples": len(x)})
+        answer["metrics"] = MetricRecord({"num-examples": len(x), **(metrics or {})})
         return Message(answer, reply_to=message)
 
     return app

@@ -76,12 +76,17 @@ def deploy(
             if local is not None:
                 from prefed.flower.local_deployment import deploy_locally
 
-                deploy_locally(loaded, folder, local, options, resume=resume, on_record=see)
+                deploy_locally(
+                    loaded, folder, local, options, resume=resume, on_record=see, say=progress.say
+                )
             else:
                 from prefed.flower.simulated_deployment import deploy_simulated
 
                 assert simulate is not None
-                deploy_simulated(loaded, folder, simulate, options, resume=resume, on_record=see)
+                deploy_simulated(
+                    loaded, folder, simulate, options, resume=resume, on_record=see,
+                    say=progress.say,
+                )  # fmt: skip
         except KeyboardInterrupt:  # typer would say no more than "Aborted"
             raise Interrupted(f"stopped after round {len(records)} of {folder}") from None
     if not quiet:

@@ -57,6 +57,13 @@ class RoundBar(Bar):
         super().__init__(rounds, quiet, BarColumn(), MofNCompleteColumn(), text, *left)
         self.rounds, self._seen = rounds, 0
 
+    def say(self, text: str) -> None:
+        """What happens before the first round."""
+        if self._progress is not None:
+            self._progress.update(self._task, description=text)
+        elif not self.quiet:
+            print(text, flush=True)
+
     def on_round(self, record: dict[str, Any]) -> None:
         text = describe(record)
         by, self._seen = record["round"] - self._seen, record["round"]

@@ -2,6 +2,7 @@
 
     prefed.flower.PreFedOpt(server_lr=...)    a strategy for a Flower app of your own; so for
                                               every algorithm, by the name of its class
+    prefed.flower.LoopbackGrid.of(app, 4)     its clients in this process, for notebooks and tests
     prefed.flower.client_app, server_app      a whole app from a config
 
 Names are loaded when they are first used: a node answers a query without loading torch.
@@ -18,6 +19,7 @@ HOME = {
     "server_app": "prefed.flower.server",
     "Strategy": "prefed.flower.strategy",
     "CentralDP": "prefed.flower.privacy",
+    "LoopbackGrid": "prefed.flower.loopback",
     "local_train": "prefed.flower.stock_client",
     "load_state": "prefed.flower.stock_client",
     "state_record": "prefed.flower.stock_client",

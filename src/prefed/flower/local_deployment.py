@@ -26,13 +26,16 @@ from prefed.experiments.run_directory import RunDirectory
 from prefed.flower.credentials import make_certificates, make_node_key
 from prefed.flower.deployment_options import Options
 from prefed.flower.protocol import PARTITION, PARTITIONS
-from prefed.flower.server import END
+from prefed.flower.server import END, PARTITIONS_FOUND
 from prefed.flower.write import write_app
 
 NAME = "prefed"
 """Of the SuperLink in Flower's config."""
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
+
+Say = Callable[[str], None]
+"""Hears what is done or waited for before the first round."""
 
 
 class LocalFlower:
@@ -44,6 +47,8 @@ class LocalFlower:
         self.home = Path(tempfile.mkdtemp(prefix="prefed-flower-"))
         self.port = free_port()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._begins: dict[str, int] = {}
+        """Where in its log file a process begins: a resumed run goes on in the same files."""
         self.environment = os.environ | {
             "FLWR_HOME": str(self.home),
             "FLWR_TELEMETRY_ENABLED": "0",
@@ -121,6 +126,7 @@ class LocalFlower:
 
     def start(self, name: str, *command: str) -> subprocess.Popen[bytes]:
         with open(self.logs / f"{name}.log", "ab") as log:
+            self._begins[name] = log.tell()
             process = subprocess.Popen(
                 self._resolve(command),
                 stdin=subprocess.DEVNULL,
@@ -133,6 +139,22 @@ class LocalFlower:
             )
         self.processes[name] = process
         return process
+
+    def logged(self, name: str, text: str) -> bool:
+        """Whether the newest process of that name has logged it."""
+        found = (self.logs / f"{name}.log").read_bytes()[self._begins[name] :]
+        return text.encode() in found
+
+    def stage(self) -> str:
+        """What a run that was submitted waits for."""
+        nodes = [name for name in self.processes if name.startswith("supernode")]
+        there = sum(self.logged(name, "SuperNode ID") for name in nodes)
+        app = "run" if "run" in self.processes else "simulation"
+        if self.logged(app, PARTITIONS_FOUND):
+            return "clients train in round 1"
+        if there < len(nodes) or (nodes and not self.logged(app, "Start `flwr-serverapp`")):
+            return f"{there} of {len(nodes)} nodes connected"
+        return "ServerApp asks nodes for partitions"
 
     def call(self, *command: str) -> str:
         """Run one of Flower's commands to its end."""
@@ -221,11 +243,14 @@ def deploy_locally(
     *,
     resume: bool,
     on_record: Callable[[dict[str, Any]], None],
+    say: Say = lambda text: None,
 ) -> None:
     """Run a config on a SuperLink and `nodes` SuperNodes here; the ServerApp writes `folder`."""
     folder = folder.absolute()
     with local_flower(config, folder, nodes, options, resume) as flower:
+        say("SuperLink starts")
         flower.start_superlink()
+        say("SuperLink is up; nodes get keys")
         place = {PARTITIONS: nodes, "state-dir": str(folder / "nodes")}
         names = [f"supernode-{number}" for number in range(nodes)]
         keys = [make_node_key(flower.home / name) for name in names]
@@ -234,7 +259,7 @@ def deploy_locally(
         for number, name in enumerate(names):
             flower.start_supernode(name, {PARTITION: number, **place}, flower.home / name)
         flower.submit(flower.home / "app", {"run-dir": str(folder), "resume": resume})
-        follow(folder, config.rounds, flower, ("superlink", "run"), on_record)
+        follow(folder, config.rounds, flower, ("superlink", "run"), on_record, say)
 
 
 def follow(
@@ -243,16 +268,19 @@ def follow(
     flower: LocalFlower,
     needed: Sequence[str],
     on_record: Callable[[dict[str, Any]], None],
+    say: Say = lambda text: None,
 ) -> None:
     """Hand on each round as it is written, until the run ends; raise if it did not end well, or if
     a process is gone that it needs."""
-    seen = 0
+    seen, stage = 0, ""
     while True:
         gone = [name for name in needed if flower.processes[name].poll() is not None]
         lines = _lines(folder / "rounds.jsonl")
         for line in lines[seen:]:
             on_record(json.loads(line))
         seen = max(seen, len(lines))
+        if not seen and (now := flower.stage()) != stage:
+            say(stage := now)
         if (folder / "model.safetensors").exists() and seen >= rounds:
             flower.let_end(*needed[-1:])
             return

@@ -28,6 +28,12 @@ STATE = "prefed-state"
 """ArrayRecord beside a stock app's arrays: what its clients share."""
 ALGORITHM = "prefed-algorithm"
 BUFFERS = "prefed-buffers"
+QUESTION = "prefed-question"
+"""In a stock app's config: `local_train` is to answer without training."""
+TRAINED = "prefed-round"
+"""Metric of `local_train`: the round it trained in."""
+STEPS = "local-steps"
+"""Metric: how many local steps a client took."""
 
 
 @dataclass(frozen=True)

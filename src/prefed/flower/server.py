@@ -55,6 +55,9 @@ GRACE = 10.0
 END = ".end.json"
 """How a run ended that did not get to its last round, for whoever started it."""
 
+PARTITIONS_FOUND = "partitions have a node"
+"""In the log once training begins."""
+
 
 @dataclass(eq=False)
 class FlowerTrainer(Trainer):
@@ -86,7 +89,7 @@ class FlowerTrainer(Trainer):
     def prepare(self, run: Run) -> None:
         self._wait(range(len(self.data)))
         there, count = len(self.nodes.nodes), self.partitions.count or "?"
-        log(INFO, "%d of %s partitions have a node", there, count)
+        log(INFO, f"%d of %s {PARTITIONS_FOUND}", there, count)
 
     def _wait(self, clients: Sequence[int]) -> None:
         """Until each of these clients has its node, or the time to join is over."""

@@ -17,7 +17,7 @@ from typing import Any
 from prefed.core.machine import cores
 from prefed.experiments.config import Config
 from prefed.flower.deployment_options import Options
-from prefed.flower.local_deployment import follow, local_flower
+from prefed.flower.local_deployment import Say, follow, local_flower
 from prefed.flower.write import PACKAGE
 
 
@@ -29,6 +29,7 @@ def deploy_simulated(
     *,
     resume: bool,
     on_record: Callable[[dict[str, Any]], None],
+    say: Say = lambda text: None,
 ) -> None:
     folder = folder.absolute()
     with local_flower(config, folder, nodes, options, resume) as flower:
@@ -36,8 +37,9 @@ def deploy_simulated(
         job = options.to_run_config() | {"run-dir": str(folder), "resume": resume}
         app = flower.home / "app" / PACKAGE / "config.toml"
         command = (sys.executable, "-m", "prefed.flower.simulated_deployment")
+        say("simulation engine starts")
         flower.start("simulation", *command, str(app), str(nodes), json.dumps(job))
-        follow(folder, config.rounds, flower, ("simulation",), on_record)
+        follow(folder, config.rounds, flower, ("simulation",), on_record, say)
 
 
 def main(config: str, nodes: str, job: str) -> None:

@@ -57,6 +57,16 @@ def local_train(
     steps = list(batches)
     if not steps:
         raise PrefedError("batches: there is none")
+    if not all(isinstance(batch, tuple | list) and len(batch) == 2 for batch in steps):
+        raise PrefedError(
+            f"batches: should be pairs (x, y), not {type(steps[0]).__name__}; from dicts make "
+            f'them so: [(batch["img"], batch["label"]) for batch in trainloader]'
+        )
+    count = samples if samples is not None else sum(len(x) for x, _ in steps)
+    metrics = MetricRecord({p.SAMPLES: count, p.STEPS: len(steps), p.TRAINED: asked.round})
+    if asked.question:
+        answer = {"arrays": asked.arrays, p.STATE: asked.state, "metrics": metrics}
+        return Message(RecordDict(answer), reply_to=message)
     model.load_state_dict(asked.arrays.to_torch_state_dict())
     flat = FlatModel(model.train())
     order = _Order(asked.shape.layout, flat.layout)
@@ -91,13 +101,8 @@ def local_train(
         sent = {n: v for n, v in shared.items() if n in update.values}
         back = {n: order.to_server(update.values[n][0].cpu(), v) for n, v in sent.items()}
         reply[p.STATE] = pack(back)
-    reply["metrics"] = MetricRecord(
-        {
-            p.SAMPLES: samples if samples is not None else sum(len(x) for x, _ in steps),
-            p.LOSS: float(update.losses[0]),
-            p.ROUND: asked.round,
-        }
-    )
+    metrics[p.LOSS] = float(update.losses[0])
+    reply["metrics"] = metrics
     return Message(reply, reply_to=message)
 
 
@@ -150,7 +155,8 @@ class _Asked:
         if len(arrays) != 1 or len(configs) != 1:
             raise PrefedError("the message is not from a strategy of prefed.flower")
         self.arrays, (self.config,) = arrays[0], configs
-        self.state: object = content.get(p.STATE, ArrayRecord())
+        self.state = content.get(p.STATE, ArrayRecord())
+        self.question = bool(self.config.get(p.QUESTION, False))
         self.round = int(self.config["server-round"]) - 1  # type: ignore[arg-type]
         self.after = int(self.config.get(p.AFTER, NEVER))  # type: ignore[arg-type]
         self.shape = StateDict(self.arrays, list(self.config.get(p.BUFFERS, ())))  # type: ignore[arg-type]

@@ -8,12 +8,16 @@ a client rule of their own send what clients share in a second record beside the
 import inspect
 import json
 import math
+import operator
+import statistics
+import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import KW_ONLY, InitVar, dataclass
 from logging import INFO, WARNING
 from typing import Any, Literal, cast
 
+import torch
 from flwr.app import (
     ArrayRecord,
     ConfigRecord,
@@ -38,6 +42,7 @@ from prefed.flower.privacy import CentralDP
 from prefed.flower.replies import exchange
 from prefed.flower.statedict import StateDict
 from prefed.flower.wire import pack, unpack
+from prefed.rules import SGD
 from prefed.training.admission import LARGEST_COUNT, Admission, Refused, UntrustedUpdate, expected
 from prefed.training.round import Server, check_sharing, server_update
 
@@ -50,7 +55,8 @@ class Strategy(FlowerStrategy):
     """The server side of an algorithm, with Flower's names for what Flower also has.
 
     algorithm            any prefed algorithm whose clients do not meet in every step
-    local_steps          what PreFedOpt divides the mean change by (per_step)
+    local_steps          how many steps clients take, for algorithms that divide by it, such as
+                         PreFedOpt (per_step); None is what they say in the metric "local-steps"
     weighting            by "samples", as Flower does, or "uniform"
     seed                 of the cohorts
     ask_partitions       draw cohorts by partition id: needs prefed.flower.tell_partition(app)
@@ -76,7 +82,7 @@ class Strategy(FlowerStrategy):
     configrecord_key: str = "config"
     train_metrics_aggr_fn: MetricsOf | None = None
     evaluate_metrics_aggr_fn: MetricsOf | None = None
-    local_steps: int = 1
+    local_steps: int | None = None
     weighting: Literal["samples", "uniform"] = "samples"
     seed: int = 0
     ask_partitions: bool = False
@@ -102,9 +108,15 @@ class Strategy(FlowerStrategy):
         """For each client that keeps state, the round it last took part in."""
         self.arrivals: Arrivals | None = None
         self._metrics: dict[int, RecordDict] = {}
+        self._needs_steps = False
+        """Whether the server's part depends on how many local steps there were."""
+        self._is_fit = False
+        """Whether a client has been asked what its app sends."""
         self._arrays: ArrayRecord | None = None
         self._asked: dict[int, int] = {}
         """Node -> client, of the round that is under way."""
+        self._evaluating = 0
+        """How many clients were asked to evaluate."""
         self._round: tuple[ArrayRecord, ConfigRecord]
         """What the clients of this round are sent."""
 
@@ -123,7 +135,7 @@ class Strategy(FlowerStrategy):
         for name in ("fraction_train", "min_fraction"):
             if not 0 < (value := getattr(self, name)) <= 1:
                 raise PrefedError(f"{name}: should be above 0 and at most 1, not {value}")
-        if self.local_steps < 1:
+        if self.local_steps is not None and self.local_steps < 1:
             raise PrefedError(f"local_steps: should be at least 1, not {self.local_steps}")
         if self.weighting not in ("samples", "uniform"):
             raise PrefedError(
@@ -142,12 +154,22 @@ class Strategy(FlowerStrategy):
             raise PrefedError('privacy: the noise is made for weighting="uniform"')
 
     def summary(self) -> None:
-        log(INFO, "\t├──> Algorithm: %r", self.algorithm)
-        log(INFO, "\t├──> Fraction: train (%.2f) | evaluate (%.2f), at least %d and %d of %d nodes",
-            self.fraction_train, self.fraction_evaluate, self.min_train_nodes,
-            self.min_evaluate_nodes, self.min_available_nodes)  # fmt: skip
-        log(INFO, "\t└──> Usable updates needed: %.2f of a cohort, asked again %d times",
+        log(INFO, "\t├──> %s settings:", type(self.algorithm).__name__)
+        options = ", ".join(f"{key}={value!r}" for key, value in self.algorithm)
+        for line in textwrap.wrap(options, 52, break_long_words=False):
+            log(INFO, "\t│\t%s", line)
+        log(INFO, "\t├──> Sampling:")
+        log(INFO, "\t│\t├──Fraction: train (%.2f) | evaluate ( %.2f)",
+            self.fraction_train, self.fraction_evaluate)  # fmt: skip
+        log(INFO, "\t│\t├──Minimum nodes: train (%d) | evaluate (%d)",
+            self.min_train_nodes, self.min_evaluate_nodes)  # fmt: skip
+        log(INFO, "\t│\t├──Minimum available nodes: %d", self.min_available_nodes)
+        log(INFO, "\t│\t└──Usable updates needed: %.2f of a cohort, asked again %d times",
             self.min_fraction, self.retries)  # fmt: skip
+        log(INFO, "\t└──> Keys in records:")
+        log(INFO, "\t\t├── Weighted by: '%s'", self.weighted_by_key)
+        log(INFO, "\t\t├── ArrayRecord key: '%s'", self.arrayrecord_key)
+        log(INFO, "\t\t└── ConfigRecord key: '%s'", self.configrecord_key)
 
     # Training
 
@@ -155,7 +177,7 @@ class Strategy(FlowerStrategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         self._load(arrays)
-        cohort = self._draw(grid, server_round, "cohort", self.fraction_train, self.min_train_nodes)
+        cohort = self._draw(grid, server_round, "train", self.fraction_train, self.min_train_nodes)
         if self.privacy is not None:
             self.privacy.check_budget(len(cohort))
         assert self.server is not None
@@ -216,7 +238,7 @@ class Strategy(FlowerStrategy):
             else:
                 self._take(arrivals, client, reply.content)
         admitted, asked = len(arrivals.admission.admitted), len(arrivals.position)
-        log(INFO, "aggregate_train: %d of %d updates are usable", admitted, asked)
+        _log_received("train", admitted, len(arrivals.refused))
         if not self._enough():
             return None, None
         mean, _ = arrivals.mean.result()
@@ -225,10 +247,12 @@ class Strategy(FlowerStrategy):
             mean["buffers"] = server.buffers.clone()  # statistics of the clients stay with them
             self.privacy.spend(asked)
         population = max(len(self.members.nodes), asked)
-        server_update(self.algorithm, server, mean, self.local_steps, admitted / population)
+        contents = [self._metrics[c] for c in arrivals.position if c in self._metrics]
+        steps = self._steps(contents)
+        self._warn_of_own_training(contents)
+        server_update(self.algorithm, server, mean, steps, admitted / population)
         self.after |= dict.fromkeys(arrivals.admission.admitted, server_round - 1)
         self._arrays = shape.write(server.weights, server.buffers)
-        contents = [self._metrics[c] for c in arrivals.position if c in self._metrics]
         return self._arrays, self._reduce(self.train_metrics_aggr_fn or mean_metrics, contents)
 
     def _take(self, arrivals: Arrivals, client: int, content: RecordDict) -> None:
@@ -239,15 +263,14 @@ class Strategy(FlowerStrategy):
         def read() -> UntrustedUpdate:
             nonlocal found
             found, record = self._records(content)
+            self._check_fit(content)
             weights, buffers = shape.read(record)
             values = {"weights": weights.sub_(server.weights), "buffers": buffers}
             if server.shared:
                 sent = {n: s for n, s in arrivals.admission.specs.items() if n in server.shared}
                 values |= unpack(content.get(p.STATE), sent)
-            loss, round = found.get(p.LOSS, 0.0), found.get(p.ROUND, server.round)
-            samples = found.get(self.weighted_by_key)
-            if isinstance(samples, float) and samples.is_integer():
-                samples = int(samples)  # templates say 100.0 as well as 100
+            loss, round = found.get(p.LOSS, 0.0), found.get(p.TRAINED, server.round)
+            samples = _whole(found.get(self.weighted_by_key))
             return UntrustedUpdate(client, round, samples, loss, values)
 
         if arrivals.take(client, read) is not None:
@@ -262,6 +285,54 @@ class Strategy(FlowerStrategy):
             raise Refused(f"{len(arrays)} array records, not one")
         return next(iter(content.metric_records.values())), arrays[0]
 
+    def _check_fit(self, content: RecordDict) -> None:
+        """Unfit if the reply shows that its app does not know of what the algorithm needs."""
+        assert self.server is not None
+        name = type(self.algorithm).__name__
+        if self.server.shared and p.STATE not in content:
+            raise Unfit(
+                f"the reply has no record {p.STATE!r} ({' and '.join(self.server.shared)} of its "
+                f"optimiser): the ClientApp does not train by the rule of {name}. Let its train "
+                f"function end in\n\n"
+                f"    return prefed.flower.local_train(message, context, model, batches)\n\n"
+                f"in place of its own training and reply; batches are pairs (x, y), one for each "
+                f"step. More is in docs/flower.md. FedAdam, PreFedOpt and others whose rule is on "
+                f"the server take the ClientApp as it is."
+            )
+        if self._learns_steps and said_steps(content) is None:
+            off = ", or set per_step=False" if getattr(self.algorithm, "per_step", False) else ""
+            raise Unfit(
+                f"the reply has no metric {p.STEPS!r}, by which {name} divides. Give local_steps= "
+                f"to the strategy, return {p.STEPS!r} (a whole number, 1 or more) with the metrics "
+                f"of the train function{off}."
+            )
+
+    @property
+    def _learns_steps(self) -> bool:
+        return self._needs_steps and self.local_steps is None
+
+    def _steps(self, contents: list[RecordDict]) -> int:
+        """The number of local steps of a round: as given, or the median of what the clients say,
+        which no single one of them can move far."""
+        said = [n for content in contents if (n := said_steps(content)) is not None]
+        if self.local_steps is None:
+            return statistics.median_low(said) if self._needs_steps else 1
+        if self._needs_steps and any(n != self.local_steps for n in said):
+            log(WARNING, "local_steps is %d, and clients say that they took %d to %d",
+                self.local_steps, min(said), max(said))  # fmt: skip
+        return self.local_steps
+
+    def _warn_of_own_training(self, contents: list[RecordDict]) -> None:
+        """In the first round, of a rule on the clients that is not followed and not missed."""
+        assert self.server is not None
+        plain = self.algorithm.client_rule() == SGD()
+        if self.server.round == 0 and not plain and not self.server.shared:
+            own = sum(p.TRAINED not in content["metrics"] for content in contents)
+            if own:
+                log(WARNING, "%d of %d clients train in their own way: %s has a rule for clients, "
+                    "which prefed.flower.local_train in the ClientApp follows",
+                    own, len(contents), type(self.algorithm).__name__)  # fmt: skip
+
     def _load(self, arrays: ArrayRecord) -> None:
         """Take the model from the arrays of this round: the first, or what a wrapper made of
         ours."""
@@ -271,6 +342,12 @@ class Strategy(FlowerStrategy):
             weights, buffers = self.shape.read(arrays)
             check_sharing(self.algorithm, self.shape.layout)
             self.server = Server.start(self.algorithm, self.shape.layout, weights, buffers)
+            self._needs_steps = depends_on_steps(self.algorithm, self.shape.layout.size)
+            if self.privacy is not None and self._learns_steps:
+                raise PrefedError(
+                    f"local_steps: {type(self.algorithm).__name__} divides by it, and what clients "
+                    f"say of it has no privacy; give local_steps= to the strategy"
+                )
         elif arrays is not self._arrays:
             weights, buffers = self.shape.read(arrays)
             self.server.weights.copy_(weights)
@@ -280,16 +357,26 @@ class Strategy(FlowerStrategy):
         """Clients drawn from those that are there, by (seed, round)."""
         least = max(least, 1)
         needed = max(least, self.min_available_nodes)
-        if not self.members.wait(
-            grid, lambda: len(self.members.nodes) >= needed, self.join_seconds
-        ):
+        told = -1
+
+        def enough() -> bool:
+            nonlocal told
+            there = len(self.members.nodes)
+            if there < needed and there != told:
+                log(INFO, "Waiting for nodes to connect: %d connected (minimum required: %d).",
+                    there, needed)  # fmt: skip
+                told = there
+            return there >= needed
+
+        if not self.members.wait(grid, enough, self.join_seconds):
             raise RunFailed(
                 f"{len(self.members.nodes)} nodes are there after {self.join_seconds:g} s, "
                 f"{needed} are needed"
             )
         clients = sorted(self.members.nodes)
         size = min(max(int(len(clients) * fraction), least), len(clients))
-        offset = 0 if purpose == "cohort" else 1 << 32
+        log(INFO, "configure_%s: Sampled %d nodes (out of %d)", purpose, size, len(clients))
+        offset = 0 if purpose == "train" else 1 << 32
         return [clients[i] for i in draws.cohort(self.seed, round - 1 + offset, len(clients), size)]
 
     # Evaluation
@@ -297,6 +384,7 @@ class Strategy(FlowerStrategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
+        self._evaluating = 0
         if self.fraction_evaluate == 0:
             return []
         clients = self._draw(
@@ -305,21 +393,27 @@ class Strategy(FlowerStrategy):
         config["server-round"] = server_round
         record = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
         nodes = [self.members.nodes[client] for client in clients]
+        self._evaluating = len(nodes)
         return [Message(record, node, MessageType.EVALUATE) for node in nodes]
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        contents = []
+        contents, asked = [], self._evaluating
         for reply in replies:
+            node = reply.metadata.src_node_id
             if reply.has_error():
-                log(WARNING, "evaluation failed on node %d: %s",
-                    reply.metadata.src_node_id, reply.error.reason)  # fmt: skip
-            elif len(reply.content.metric_records) == 1:
-                (metrics,) = reply.content.metric_records.values()
-                count = metrics.get(self.weighted_by_key)
-                if isinstance(count, int | float) and 1 <= count <= self.largest_count:
-                    contents.append(RecordDict({"metrics": metrics}))
+                log(WARNING, "evaluation failed on node %d: %s", node, reply.error.reason)
+                continue
+            records = list(reply.content.metric_records.values())
+            count = records[0].get(self.weighted_by_key) if len(records) == 1 else None
+            if isinstance(count, int | float) and 1 <= count <= self.largest_count:
+                contents.append(RecordDict({"metrics": records[0]}))
+            else:
+                log(WARNING, "evaluation on node %d is not used: it should be one record of "
+                    "metrics with %r in it", node, self.weighted_by_key)  # fmt: skip
+        if asked:
+            _log_received("evaluate", len(contents), asked - len(contents))
         return self._reduce(self.evaluate_metrics_aggr_fn or mean_metrics, contents)
 
     def _reduce(self, reduce: MetricsOf, contents: list[RecordDict]) -> MetricRecord | None:
@@ -342,6 +436,7 @@ class Strategy(FlowerStrategy):
         that are missing are asked again; `aggregate_train` takes each reply before the next."""
         arrivals, asked = self.arrivals, list(messages)
         assert arrivals is not None
+        self._ask_first(grid, asked, timeout)
         for attempt in range(1 + self.retries):
             if attempt:
                 log(WARNING, "round %d: too few usable updates; asking again", arrivals.round)
@@ -360,16 +455,45 @@ class Strategy(FlowerStrategy):
                     reply.content.clear()  # Flower's records hold on to each other
             if self._enough():
                 return
+            if arrivals.refused and all(isinstance(r, Unfit) for r in arrivals.refused.values()):
+                raise PrefedError("\n".join(arrivals.reasons()[:1]))  # asking again is no use
         raise RunFailed(
             f"round {arrivals.round}: {len(arrivals.admission.admitted)} of "
             f"{len(arrivals.position)} clients sent a usable update; the model is as it was "
             f"before\n" + "\n".join(arrivals.reasons())
         )
 
+    def _ask_first(self, grid: Grid, messages: list[Message], timeout: float) -> None:
+        """Before a cohort trains for nothing, ask one of it what its app sends: with `local_train`
+        it says so at once, and without it its reply shows what is missing. Once in a run."""
+        assert self.server is not None
+        if self._is_fit or not messages or not (self.server.shared or self._learns_steps):
+            return
+        self._is_fit, node = True, messages[0].metadata.dst_node_id
+        log(INFO, "one client is asked first whether its app suits %s",
+            type(self.algorithm).__name__)  # fmt: skip
+        content = RecordDict({**messages[0].content})
+        told = cast(ConfigRecord, content[self.configrecord_key])
+        content[self.configrecord_key] = ConfigRecord({**told, p.QUESTION: True})
+        for _, reply in exchange(grid, [Message(content, node, MessageType.TRAIN)], timeout):
+            if isinstance(reply, Refused):
+                log(WARNING, "client %d did not answer: %s", self._asked[node], reply)
+                continue
+            try:
+                self._check_fit(reply.content)
+            except Unfit as problem:
+                raise PrefedError(
+                    f"client {self._asked[node]} (no other was asked yet): {problem}"
+                ) from None
+
     def _enough(self) -> bool:
         assert self.arrivals is not None
         admitted, asked = len(self.arrivals.admission.admitted), len(self.arrivals.position)
         return admitted >= max(1, math.ceil(self.min_fraction * asked))
+
+
+class Unfit(Refused):
+    """The app of the client was not made for the algorithm."""
 
 
 class AsTheyCome:
@@ -398,18 +522,47 @@ def _replies(grid: Grid, messages: list[Message], timeout: float) -> Iterator[Me
             yield reply
 
 
+def _log_received(stage: str, results: int, failures: int) -> None:
+    log(INFO, "aggregate_%s: Received %d results and %d failures", stage, results, failures)
+
+
+def _whole(number: object) -> object:
+    """100 for 100.0: templates say either."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+def said_steps(content: RecordDict) -> int | None:
+    """The number of local steps that a reply tells."""
+    for record in content.metric_records.values():
+        steps = _whole(record.get(p.STEPS))
+        if type(steps) is int and 1 <= steps <= LARGEST_COUNT:
+            return steps
+    return None
+
+
+def depends_on_steps(algorithm: Algorithm, size: int) -> bool:
+    """Whether the server needs to know how many local steps the clients took."""
+    if any(policy.kind == "derived" for policy in algorithm.sharing().values()):
+        return True
+    one, two = (algorithm.pseudo_gradient(torch.ones(size), steps) for steps in (1, 2))
+    return not torch.equal(one, two)
+
+
 def mean_metrics(contents: list[RecordDict], weighted_by: str) -> MetricRecord:
-    """The weighted mean of each finite number that all clients report."""
+    """The weighted mean of each finite number, or list of them, that all clients report."""
     records = [next(iter(content.metric_records.values())) for content in contents]
     weights = [float(record[weighted_by]) for record in records]  # type: ignore[arg-type]
-    shared = set.intersection(*(set(record) for record in records)) - {weighted_by}
-    result: dict[str, float] = {}
-    for key in sorted(shared):
-        values: list[Any] = [record[key] for record in records]
-        if all(isinstance(v, int | float) and math.isfinite(v) for v in values):
-            pairs = zip(weights, values, strict=True)
-            result[key] = sum(w * float(v) for w, v in pairs) / sum(weights)
-    return MetricRecord(result)  # type: ignore[arg-type]
+    result: dict[str, Any] = {}
+    for key, first in records[0].items():
+        values: list[Any] = [record.get(key) for record in records]
+        lists = [value if isinstance(value, list) else [value] for value in values]
+        numbers = all(isinstance(v, int | float) and math.isfinite(v) for row in lists for v in row)
+        alike = {(isinstance(v, list), len(row)) for v, row in zip(values, lists, strict=True)}
+        if key not in (weighted_by, p.TRAINED) and numbers and len(alike) == 1:
+            columns = zip(*lists, strict=True)
+            means = [sum(map(operator.mul, weights, column)) / sum(weights) for column in columns]
+            result[key] = means if isinstance(first, list) else means[0]
+    return MetricRecord(result)
 
 
 def tell(algorithm: Algorithm) -> str:
@@ -419,6 +572,7 @@ def tell(algorithm: Algorithm) -> str:
 
 def make_strategy(kind: type[Algorithm]) -> Callable[..., Strategy]:
     """The constructor of a strategy: options of the algorithm and of the strategy in one."""
+    named = cast(type[Strategy], type(kind.__name__, (Strategy,), {}))  # Flower logs the name
 
     def make(**options: Any) -> Strategy:
         ours = {k: v for k, v in options.items() if k in kind.model_fields}
@@ -427,7 +581,7 @@ def make_strategy(kind: type[Algorithm]) -> Callable[..., Strategy]:
         for name in theirs:
             if name not in known:
                 kind(**{name: theirs[name]})  # raises, with the nearest name
-        return Strategy(kind(**ours), **theirs)
+        return named(kind(**ours), **theirs)
 
     make.__name__ = make.__qualname__ = kind.__name__
     make.__doc__ = f"{kind.__doc__}\n\n{Strategy.__doc__}"
