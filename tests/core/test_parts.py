@@ -14,7 +14,7 @@ from torch import nn
 
 import prefed
 from prefed.core import draws, schedule
-from prefed.core.layout import FlatModel
+from prefed.core.flat_model import FlatModel
 from prefed.data.splits import dirichlet, iid
 from prefed.training.mean import Mean
 
@@ -35,11 +35,17 @@ def test_flat_model_shares_memory_and_keeps_channels_last() -> None:
     flat.weights.zero_()
     assert not model[2].bias.any()
     model.train()
+    with torch.no_grad():
+        flat.buffers.watch(model, x)
+    assert flat.buffers.changing == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    first = flat.read_buffers()
+    assert torch.equal(first, torch.cat([torch.zeros(8), torch.ones(8)]))
     model(x)
-    buffers = flat.read_buffers()
-    assert buffers[-1] == 1  # the counter of batches
-    flat.write_buffers(torch.zeros_like(buffers))
-    assert model[1].num_batches_tracked == 0
+    assert not torch.equal(flat.read_buffers(), first)
+    assert model[1].num_batches_tracked == 1
+    flat.write_buffers(first, torch.tensor(7))
+    assert torch.equal(model[1].running_var, torch.ones(8))
+    assert model[1].num_batches_tracked == 7
     assert model[1].num_batches_tracked.dtype == torch.int64
 
 

@@ -31,6 +31,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"name": "prefed", "P_every": 3, "momentum": "derived", "aggregate": "sqrtP"},
     {"name": "prefed", "shape": "kronecker", "refresh": 2},
 ]
+WITH_STATISTICS = {"name": "resnet8", "width": 2, "norm": "batch"}
 
 
 @pytest.mark.parametrize("algorithm", VARIANTS, ids=str)
@@ -41,6 +42,19 @@ def test_the_same_bits_as_simulation(algorithm: dict[str, Any], tmp_path: Path) 
     assert torch.equal(here.server.weights, there.server.weights)
     for name, value in here.server.shared.items():
         assert torch.equal(value, there.server.shared[name])
+    for ours, theirs in zip(here.history, there.history, strict=True):
+        assert {**ours, "seconds": 0} == {**theirs, "seconds": 0}
+
+
+@pytest.mark.parametrize("statistics", ["average", "keep", "reset"])
+def test_statistics_have_the_same_bits_as_in_simulation(statistics: str, tmp_path: Path) -> None:
+    algorithm = {"name": "fedavg", "statistics": statistics}
+    config = config_of(algorithm, model=WITH_STATISTICS, rounds=3)
+    here, there = simulated(config), Federation(config, tmp_path).run()
+    a, b = here.result().model.state_dict(), there.result().model.state_dict()
+    assert all(torch.equal(value, b[name]) for name, value in a.items())
+    counts = {int(value) for name, value in a.items() if name.endswith("num_batches_tracked")}
+    assert counts == {3 * 3 if statistics == "average" else 0}
     for ours, theirs in zip(here.history, there.history, strict=True):
         assert {**ours, "seconds": 0} == {**theirs, "seconds": 0}
 

@@ -26,6 +26,7 @@ from flwr.app import (
 from flwr.clientapp import ClientApp
 from flwr.serverapp import strategy as fs
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
+from torch import nn
 
 import prefed
 import prefed.flower
@@ -34,7 +35,7 @@ from prefed.flower.strategy import mean_metrics
 from tests.helpers import ROOT
 from tests.helpers.flower_apps import LR, OPTIONS, STEPS, flat, run, tiny_app, tiny_grid
 from tests.helpers.loopback import LoopbackGrid, Tamper
-from tests.helpers.problems import arrays, tiny_model
+from tests.helpers.problems import SIZES, arrays, tiny_data, tiny_model
 
 STOCK = ROOT / "examples" / "flower_stock"
 
@@ -74,8 +75,6 @@ def test_a_stock_app_trains(make: Any, stock: ModuleType) -> None:
 
 
 def simulated(algorithm: prefed.Algorithm, rounds: int = 4, **options: Any) -> torch.Tensor:
-    from tests.helpers.problems import tiny_data
-
     options = {"weighting": "samples", **options}
     return prefed.simulate(
         algorithm, tiny_model(), tiny_data(), rounds=rounds, local_steps=STEPS, batch_size=None,
@@ -105,6 +104,45 @@ def test_client_side_algorithms_with_local_train(options: dict[str, Any], tmp_pa
     result = run(strategy, tiny_grid(tiny_app(arrays(), "local_train"), tmp_path))
     wanted = simulated(getattr(prefed, name)(client_lr=0.01, **options))
     torch.testing.assert_close(flat(result.arrays), wanted, rtol=0, atol=1e-12)
+
+
+class WithBuffers(nn.Module):
+    """BatchNorm, and constants that have no mean."""
+
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = tiny_model(), nn.BatchNorm1d(SIZES[0]).double()
+        self.register_buffer("mask", torch.tensor([0.0, 0.0, -torch.inf]).double())
+        self.register_buffer("turn", torch.tensor([0.54 + 0.84j]))
+        self.register_buffer("large", torch.tensor([2**62 + 1]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(self.norm(x)) + 0 * self.mask.exp()
+        return out
+
+
+@pytest.mark.parametrize("helper", ["plain", "local_train"])
+@pytest.mark.parametrize("statistics", ["average", "keep", "reset"])
+def test_statistics_and_constants(statistics: Any, helper: str, tmp_path: Path) -> None:
+    """As in simulation. A client without our helper knows no policy: it sends its statistics, and
+    gets those that the server has."""
+    options: dict[str, Any] = {"client_lr": LR, "statistics": statistics}
+    app = tiny_app(arrays(), helper, make=WithBuffers)
+    strategy = prefed.flower.FedAvg(**options, **OPTIONS)
+    found = run(strategy, tiny_grid(app, tmp_path), make=WithBuffers).arrays.to_torch_state_dict()
+    if helper == "plain" and statistics == "keep":
+        options["statistics"] = "reset"
+    wanted = prefed.simulate(
+        prefed.FedAvg(**options), WithBuffers(), tiny_data(), rounds=4, local_steps=STEPS,
+        batch_size=None, engine="sequential", weighting="samples",
+    ).model.state_dict()  # fmt: skip
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+    assert torch.equal(found["large"], torch.tensor([2**62 + 1]))
 
 
 def test_prefed_with_the_optimiser_and_two_lines(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +21,14 @@ from tests.helpers.problems import arrays, tiny_model
 STEPS, LR = 3, 0.1
 
 
+Make = Callable[[], nn.Module]
+
+
 def tiny_app(
-    samples: list[tuple[Any, Any]], helper: str = "plain", metrics: dict[str, Any] | None = None
+    samples: list[tuple[Any, Any]],
+    helper: str = "plain",
+    metrics: dict[str, Any] | None = None,
+    make: Make = tiny_model,
 ) -> ClientApp:
     """Full-batch steps on the samples of a partition. metrics are added to the plain reply."""
     app = ClientApp()
@@ -31,7 +38,7 @@ def tiny_app(
     def train(message: Message, context: Context) -> Message:
         x, y = samples[int(context.node_config[p.PARTITION])]
         batch = (torch.tensor(x), torch.tensor(y))
-        model, content = tiny_model(), cast(Any, message.content)
+        model, content = make(), cast(Any, message.content)
         if helper == "local_train":
             reply: Message = prefed.flower.local_train(
                 message, context, model, [batch] * STEPS, samples=len(x)
@@ -63,8 +70,8 @@ def tiny_grid(app: ClientApp, tmp_path: Path, tamper: Tamper | None = None) -> L
     return LoopbackGrid(nodes, tamper or (lambda node, message, reply: reply))
 
 
-def run(strategy: Any, grid: LoopbackGrid, rounds: int = 4) -> Result:
-    first = ArrayRecord(tiny_model().state_dict())
+def run(strategy: Any, grid: LoopbackGrid, rounds: int = 4, make: Make = tiny_model) -> Result:
+    first = ArrayRecord(make().state_dict())
     return strategy.start(grid, first, rounds, timeout=5)  # type: ignore[no-any-return]
 
 

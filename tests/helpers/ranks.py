@@ -12,6 +12,7 @@ import torch
 import prefed
 from prefed.training import ranks
 from tests.helpers.bad_client import BAD, rounds
+from tests.helpers.engine_runs import batchnorm
 from tests.helpers.problems import tiny_data, tiny_model
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -21,10 +22,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "prefed+topk": {"engine": "vectorised", "clients_per_round": 3},
     "prefedsync": {"engine": "vectorised", "clients_per_round": 2},
     "fedavg": {"engine": "auto", "clients_per_round": 2},
+    "prefed+norm": {"engine": "sequential", "clients_per_round": 3},
+    "fedavg+mean": {"engine": "vectorised", "clients_per_round": 5},
     "fedadam": {"engine": "sequential", "clients_per_round": 5, "client_dropout": 0.4, "quorum": 2},
 }
 MORE: dict[str, dict[str, Any]] = {
     "": {},
+    "norm": {"statistics": "keep", "momentum": "keep"},
+    "mean": {"statistics": "average"},
     "topk": {"upload": "topk(0.2)", "P_codec": "log4", "P_every": 3, "momentum": "derived",
              "aggregate": "sqrtP"},
 }  # fmt: skip
@@ -38,12 +43,15 @@ def weights() -> dict[str, torch.Tensor]:
         settings = prefed.Settings(rounds=4, local_steps=3, batch_size=4, device="cpu", **options)
         name, _, more = name.partition("+")
         algorithm = prefed.ALGORITHMS.get(name)(client_lr=0.01, **MORE[more])
-        simulation = prefed.Simulation(algorithm, tiny_model(), tiny_data(), settings)
+        model = batchnorm() if more in ("norm", "mean") else tiny_model()
+        simulation = prefed.Simulation(algorithm, model, tiny_data(), settings)
         for _ in range(4):
             record = simulation.run_round()
             if dies:
                 os._exit(3)
         results[name + more] = simulation.server.weights
+        results[f"{name + more}.buffers"] = simulation.server.buffers
+        results |= {f"{name + more}.{n}": v for n, v in simulation.trainer.state().items()}
         results[f"{name + more}.loss"] = torch.tensor(record["train_loss"], dtype=torch.float64)
     for engine in ("sequential", "vectorised"):  # with a client that is left out
         simulation = rounds("scaffold", 3, engine=engine, on_divergence="continue")

@@ -206,7 +206,7 @@ def test_prefedlite_sends_no_more_than_fedavg_and_a_twentieth() -> None:
         torch.nn.Conv2d(3, 16, 5), torch.nn.BatchNorm2d(16), torch.nn.Flatten(),
         torch.nn.Linear(16, 120), torch.nn.Linear(120, 84), torch.nn.Linear(84, 10),
     )  # fmt: skip
-    from prefed.core.layout import FlatModel
+    from prefed.core.flat_model import FlatModel
 
     flat, sent = FlatModel(module), {}
     for algorithm in (prefed.PreFedLite(), prefed.FedAvg(), prefed.PreFed()):

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import prefed
+import prefed.rules.covariance_fused  # on import it makes a tensor of its own
+from prefed.core.flat_model import FlatModel
 from prefed.core.layout import Layout
 from prefed.rules import SGD, Field, Rule
 from prefed.rules.rule import State
@@ -77,7 +79,7 @@ class MetaBlock(Block):
     def read_buffers(self) -> Tensor:
         return self.buffers
 
-    def write_buffers(self, buffers: Tensor) -> None:
+    def write_buffers(self, buffers: Tensor, steps: Tensor) -> None:
         self.buffers.copy_(buffers)
 
     def cohort_mean(self, rows: Tensor) -> Tensor:
@@ -86,13 +88,13 @@ class MetaBlock(Block):
 
 def round_on_meta(algorithm: prefed.Algorithm, dtype: torch.dtype = torch.float32) -> Server:
     inputs, hidden, classes = SIZES
-    shapes = {"0.weight": (hidden, inputs), "0.bias": (hidden,), "1.weight": (classes, hidden)}
-    tensors = {n: torch.empty(s, device="meta", dtype=dtype) for n, s in shapes.items()}
-    layout = Layout.of(tensors.items())
-    weights = torch.empty(layout.size, device="meta", dtype=dtype)
+    layers = (nn.Linear(inputs, hidden), nn.Linear(hidden, classes, bias=False),
+              nn.BatchNorm1d(1, affine=False))  # fmt: skip
+    flat = FlatModel(nn.Sequential(*layers).to("meta", dtype))
+    layout = flat.layout
     with OnMeta():
-        server = Server.start(algorithm, layout, weights, weights.new_empty(2))
-        kept = {CLIENTS[0]: first_kept(algorithm, layout, weights)}
+        server = Server.start(algorithm, layout, flat.weights, flat.read_buffers())
+        kept = {CLIENTS[0]: first_kept(algorithm, flat)}
         for _ in range(3):
             update = local_update(algorithm, server, MetaBlock(layout, server), kept, STEPS)
             mean = {n: v.mean(0) for n, v in algorithm.before_mean(update.values).items()}

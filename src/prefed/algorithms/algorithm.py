@@ -1,6 +1,6 @@
 """What an algorithm is: a value made of three choices."""
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, ValidationError
 from torch import Tensor
@@ -34,6 +34,10 @@ class Algorithm(BaseModel):
     """Clients add this times the weights to the gradient, after clipping."""
     upload: CodecName = "exact"
     """The codec of the weights' change on its way to the server."""
+    statistics: Literal["average", "keep", "reset"] = "average"
+    """What happens to the statistics of BatchNorm and its like at the end of a round: clients
+    "average" them through the server, each will "keep" its own, or "reset" them, so that each
+    round begins with the model's first."""
 
     contrib_options: ClassVar[dict[str, str]] = {}
     """Options of an algorithm of prefed.contrib, which is made in place of this one if they are

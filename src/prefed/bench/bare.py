@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from prefed.bench.workloads import WORKLOADS, Workload
-from prefed.core.layout import FlatModel
+from prefed.core.flat_model import FlatModel
 
 LR = 0.05
 

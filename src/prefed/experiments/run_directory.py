@@ -160,10 +160,13 @@ class RunDirectory(Callback):
             self._checkpoint()
 
     def on_end(self, result: Result) -> None:
-        """The final weights under the model's own names, buffers and frozen parameters too."""
+        """The final weights under the model's own names, buffers and frozen parameters too. A
+        complex128 tensor, which the format does not know, is written as pairs of float64."""
         self._checkpoint()
         tensors = self.run.task.flat.module.state_dict()
-        plain = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+        pairs = torch.complex128
+        plain = {n: torch.view_as_real(t) if t.dtype == pairs else t for n, t in tensors.items()}
+        plain = {name: tensor.contiguous().clone() for name, tensor in plain.items()}
         with self._writing():
             write_whole(self.folder / "model.safetensors", safetensors.torch.save(plain))
 

@@ -52,6 +52,8 @@ def _place(context: Context) -> tuple[int, int]:
 
 def _train(text: str, own: OwnData | None, asked: RecordDict, context: Context) -> RecordDict:
     # torch is loaded here: a query is answered without it.
+    import torch
+
     from prefed.experiments.config import load
     from prefed.flower.kept_state import KeptState, state_directory
     from prefed.flower.wire import pack_message, unpack
@@ -72,10 +74,11 @@ def _train(text: str, own: OwnData | None, asked: RecordDict, context: Context) 
     layout = task.flat.layout
     state = unpack(asked[p.SERVER], broadcast(algorithm, run.server))
     state = {name: value.to(task.device) for name, value in state.items()}
-    weights, buffers = state.pop("weights"), state.pop("buffers")
-    server = Server(ask.round, weights, buffers, {}, state, layout)
+    weights, buffers = state.pop("weights"), state.pop("buffers", run.server.buffers)
+    steps = torch.tensor(ask.steps, device=task.device)
+    server = Server(ask.round, weights, buffers, {}, state, layout, steps)
 
-    keeps = first_kept(algorithm, layout, weights)
+    keeps = first_kept(algorithm, task.flat)
     specs = {n: Spec(tuple(v.shape), v.dtype) for n, v in keeps.items()}
     store = KeptState(state_directory(dict(context.node_config)), ask.run)
     engine = Sequential(task, data, run.settings)

@@ -9,8 +9,10 @@ from prefed.core.errors import PrefedError
 SERVER = "server"
 """ArrayRecord: the global state, as `Server.broadcast` names it."""
 ASK = "ask"
-"""ConfigRecord of what is asked: ROUND, CLIENTS, AFTER, RUN, CONFIG."""
+"""ConfigRecord of what is asked: ROUND, STEPS, CLIENTS, AFTER, RUN, CONFIG."""
 ROUND = "round"
+STEPS = "steps"
+"""The local steps behind the statistics, which the counters of a model go by."""
 CLIENTS = "clients"
 AFTER = "prefed-after"
 """For each client, the round it last took part in, or -1."""
@@ -41,6 +43,7 @@ class Ask:
     """What a server wants of a node."""
 
     round: int
+    steps: int
     clients: list[int]
     after: list[int]
     run: str
@@ -49,10 +52,12 @@ class Ask:
     @classmethod
     def read(cls, record: Any) -> "Ask":
         """From a record that came in; nothing in it is known to be true."""
-        keys = {"round": ROUND, "clients": CLIENTS, "after": AFTER, "run": RUN, "config": CONFIG}
+        keys = {"round": ROUND, "steps": STEPS, "clients": CLIENTS, "after": AFTER, "run": RUN,
+                "config": CONFIG}  # fmt: skip
+        kinds = {"round": int, "steps": int, "clients": list, "after": list, "run": str,
+                 "config": str}  # fmt: skip
         try:
             found = {name: record[key] for name, key in keys.items()}
-            kinds = {"round": int, "run": str, "config": str, "clients": list, "after": list}
             whole = all(type(found[name]) is kind for name, kind in kinds.items())
             numbers = [found["round"], *found["clients"], *found["after"]]
             if not whole or any(type(number) is not int for number in numbers):

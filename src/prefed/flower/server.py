@@ -75,8 +75,8 @@ class FlowerTrainer(Trainer):
 
     def __post_init__(self) -> None:
         refuse_lockstep(self.algorithm)
-        flat, data, self.engine = self.task.flat, self.data, "flower x 1"
-        self.keeps = bool(first_kept(self.algorithm, flat.layout, flat.weights))
+        data, self.engine = self.data, "flower x 1"
+        self.keeps = bool(first_kept(self.algorithm, self.task.flat))
         self.run = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8)
         """The name that nodes file kept state under: the same after a resume."""
         self.after = torch.full((len(data),), NEVER, dtype=torch.int64)
@@ -118,7 +118,7 @@ class FlowerTrainer(Trainer):
             specs, server.round, clients, samples=samples, norm_cap=options.norm_cap
         )
         arrivals = Arrivals(admission, clients, self.settings.weight, self.algorithm.before_mean)
-        broadcast = pack(server.broadcast())
+        broadcast = pack(server.broadcast(self.algorithm))
         needed = max(1, math.ceil(options.min_fraction * len(clients)))
         for attempt in range(1 + options.retries):
             if attempt:
@@ -180,6 +180,7 @@ class FlowerTrainer(Trainer):
         ask = ConfigRecord(
             {
                 p.ROUND: server.round,
+                p.STEPS: int(server.steps),
                 p.CLIENTS: clients,
                 p.AFTER: [int(self.after[c]) for c in clients],
                 p.RUN: bytes(self.run.tolist()).hex(),

@@ -2,7 +2,9 @@
 
 A state dict does not say what is a parameter and what a buffer. Integers and the statistics of
 normalisation layers, known by their names, are buffers here; others can be named. Buffers are
-averaged in float64, rounded if they count something, and go back in the type they had.
+averaged in float64, rounded if they count something, and go back in the type they had. What has no
+mean (complex or boolean, infinite, integers that float64 cannot hold) is a constant: clients get it
+as it was in the first arrays, and what they send in its place is not looked at.
 """
 
 from collections.abc import Collection, Mapping
@@ -31,12 +33,14 @@ class StateDict:
             name: Spec(tuple(value.shape), value.dtype, name.endswith(NONNEGATIVE))
             for name, value in first.items()
         }
+        self.constants = {name: value for name, value in first.items() if _has_no_mean(value)}
+        rest = {name: value for name, value in first.items() if name not in self.constants}
         self.buffers = [
             name
-            for name, value in first.items()
+            for name, value in rest.items()
             if not value.dtype.is_floating_point or name.endswith(STATISTICS) or name in buffers
         ]
-        self.weights = [name for name in first if name not in self.buffers]
+        self.weights = [name for name in rest if name not in self.buffers]
         dtypes = {first[name].dtype for name in self.weights}
         if len(dtypes) != 1:
             found = ", ".join(sorted(map(str, dtypes))) or "none"
@@ -48,7 +52,8 @@ class StateDict:
     def read(self, record: object) -> tuple[Tensor, Tensor]:
         """Weights and buffers of a state dict; Refused if it is not like the first."""
         values = unpack(record, self.specs)
-        check_values(self.specs, values)
+        changing = [*self.weights, *self.buffers]
+        check_values({n: self.specs[n] for n in changing}, {n: values[n] for n in changing})
         return self.flatten(values)
 
     def flatten(self, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -58,7 +63,7 @@ class StateDict:
 
     def write(self, weights: Tensor, buffers: Tensor) -> ArrayRecord:
         """A state dict in the order and the types of the first."""
-        views = self.layout.views(weights)
+        views = self.constants | self.layout.views(weights)
         offset = 0
         for name in self.buffers:
             spec = self.specs[name]
@@ -66,3 +71,11 @@ class StateDict:
             offset += spec.count
             views[name] = (part if spec.dtype.is_floating_point else part.round()).to(spec.dtype)
         return pack({name: views[name] for name in self.specs})
+
+
+def _has_no_mean(value: Tensor) -> bool:
+    if value.dtype == torch.bool or value.is_complex():
+        return True
+    if value.is_floating_point():
+        return bool(value.isinf().any())
+    return value.numel() > 0 and int(value.abs().max()) > 1 << 53

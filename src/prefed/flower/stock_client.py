@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from prefed.algorithms import ALGORITHMS, Algorithm
 from prefed.core.errors import PrefedError
-from prefed.core.layout import FlatModel, Layout
+from prefed.core.flat_model import FlatModel
+from prefed.core.layout import Layout
 from prefed.core.losses import by_targets
 from prefed.flower import protocol as p
 from prefed.flower.kept_state import NEVER, KeptState, state_directory
@@ -69,6 +70,8 @@ def local_train(
         return Message(RecordDict(answer), reply_to=message)
     model.load_state_dict(asked.arrays.to_torch_state_dict())
     flat = FlatModel(model.train())
+    with torch.no_grad(), torch.random.fork_rng():
+        flat.buffers.watch(model, steps[0][0][:2].to(flat.weights.device))
     order = _Order(asked.shape.layout, flat.layout)
     start = flat.weights.clone()
     weights, buffers = asked.shape.read(asked.arrays)
@@ -82,8 +85,9 @@ def local_train(
         {},
         {n: order.to_model(v).to(start.device) for n, v in shared.items()},
         flat.layout,
+        reference.steps.to(start.device),
     )
-    keeps = first_kept(algorithm, flat.layout, start)
+    keeps = first_kept(algorithm, flat)
     kept_specs = {n: Spec(tuple(v.shape), v.dtype) for n, v in keeps.items()}
     store = KeptState(state_directory(dict(context.node_config)), f"{context.run_id:016x}")
     began = store.read(context.node_id, asked.after, kept_specs) if keeps else None
@@ -94,6 +98,9 @@ def local_train(
     )
     change = update.values["weights"][0].clone()
     flat.weights.copy_(start).add_(change)
+    flat.buffers.check()
+    if algorithm.statistics != "average":  # they stay here
+        flat.write_buffers(server.buffers, server.steps)
     if keeps:
         store.write(context.node_id, asked.round, {n: v[0] for n, v in update.kept.items()})
     reply = RecordDict({"arrays": ArrayRecord(_plain(model.state_dict()))})
@@ -234,8 +241,8 @@ class _Block(Block):
     def read_buffers(self) -> Tensor:
         return self.flat.read_buffers()[None]
 
-    def write_buffers(self, buffers: Tensor) -> None:
-        self.flat.write_buffers(buffers)
+    def write_buffers(self, buffers: Tensor, steps: Tensor) -> None:
+        self.flat.write_buffers(buffers[0], steps[0])
 
     def cohort_mean(self, rows: Tensor) -> Tensor:
         raise PrefedError("clients cannot meet in every step on Flower")

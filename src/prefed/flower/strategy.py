@@ -244,7 +244,7 @@ class Strategy(FlowerStrategy):
         mean, _ = arrivals.mean.result()
         if self.privacy is not None:
             mean["weights"] = self.privacy.noise(mean["weights"], admitted, asked)
-            mean["buffers"] = server.buffers.clone()  # statistics of the clients stay with them
+            mean.pop("buffers", None)  # statistics of the clients stay with them
             self.privacy.spend(asked)
         population = max(len(self.members.nodes), asked)
         contents = [self._metrics[c] for c in arrivals.position if c in self._metrics]
@@ -265,7 +265,9 @@ class Strategy(FlowerStrategy):
             found, record = self._records(content)
             self._check_fit(content)
             weights, buffers = shape.read(record)
-            values = {"weights": weights.sub_(server.weights), "buffers": buffers}
+            values = {"weights": weights.sub_(server.weights)}
+            if "buffers" in arrivals.admission.specs:
+                values["buffers"] = buffers
             if server.shared:
                 sent = {n: s for n, s in arrivals.admission.specs.items() if n in server.shared}
                 values |= unpack(content.get(p.STATE), sent)

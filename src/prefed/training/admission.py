@@ -60,13 +60,14 @@ class NotFinite(Refused):
 
 def expected(algorithm: Algorithm, server: Server) -> dict[str, Spec]:
     """What a client sends in this round, once it is decoded: the change of the weights, the
-    buffers, the averaged fields that are due."""
+    statistics if they are averaged, the averaged fields that are due."""
     return _specs(algorithm, server.layout, server.values(algorithm))
 
 
 def broadcast(algorithm: Algorithm, server: Server) -> dict[str, Spec]:
-    """What a client gets: the weights, the buffers, all fields that the server has a copy of."""
-    return _specs(algorithm, server.layout, server.broadcast())
+    """What a client gets: the weights, the statistics if they are averaged, all fields that the
+    server has a copy of."""
+    return _specs(algorithm, server.layout, server.broadcast(algorithm))
 
 
 def _specs(algorithm: Algorithm, layout: Layout, held: Mapping[str, Tensor]) -> dict[str, Spec]:

@@ -38,7 +38,7 @@ class LocalTrainer(Trainer):
         self.algorithm, self.task, self.data, self.settings = algorithm, task, data, settings
         self.kept: dict[int, State] = {}
         """The state that clients keep, for those that took part."""
-        self.first_kept = first_kept(algorithm, task.flat.layout, task.flat.weights)
+        self.first_kept = first_kept(algorithm, task.flat)
         self.choice: Choice | None = None
         """Engine and workers; to go on with those of an earlier run, set them before."""
         self.workers: Workers | None = None

@@ -178,12 +178,14 @@ def _device() -> str:
 
 
 def _pack(values: State) -> Tensor:
-    return torch.cat([value.reshape(-1) for value in values.values()])
+    """Their bytes, one after another: they may differ in type."""
+    return torch.cat([value.reshape(-1).view(torch.uint8) for value in values.values()])
 
 
 def _unpack(packed: Tensor, like: State) -> State:
-    parts = packed.split([value.numel() for value in like.values()])
-    return {n: p.view(v.shape) for (n, v), p in zip(like.items(), parts, strict=True)}
+    parts = packed.split([value.nbytes for value in like.values()])
+    pairs = zip(like.items(), parts, strict=True)
+    return {n: p.clone().view(v.dtype).view(v.shape) for (n, v), p in pairs}
 
 
 def _send(parts: list[Part], like: State, to: int) -> None:
@@ -203,7 +205,8 @@ def _receive(like: State, source: int) -> list[Part]:
     if not int(count):
         return []
     places = torch.empty(int(count), 4, dtype=torch.float64, device=first.device)
-    sums = first.new_empty(int(count), sum(value.numel() for value in like.values()))
+    length = sum(value.nbytes for value in like.values())
+    sums = torch.empty(int(count), length, dtype=torch.uint8, device=first.device)
     dist.recv(places, source)
     dist.recv(sums, source)
     return [

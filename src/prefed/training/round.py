@@ -17,12 +17,17 @@ from torch import Tensor
 from prefed.algorithms import Algorithm, Policy, reset
 from prefed.codecs import Codec, codec
 from prefed.core.errors import PrefedError
+from prefed.core.flat_model import FlatModel
 from prefed.core.layout import Layout
 from prefed.core.schedule import at
 from prefed.rules import Field, Rule, State
 
 Kept = Mapping[int, State]
 """The state that clients keep, for those that have taken part."""
+
+BUFFERS, STEPS = "buffers", "buffer_steps"
+"""The statistics of a model's buffers among the values that are sent or kept; and, for its
+counters, the local steps behind statistics that are kept."""
 
 LOST = "lost"
 """Kept by a client whose codec has error feedback: what it has not sent yet of its changes."""
@@ -35,12 +40,15 @@ class Server:
     round: int
     weights: Tensor
     buffers: Tensor
+    """The statistics among the buffers."""
     optimiser: State
     """The state of the server rule."""
     shared: State
     """The server's copy of each averaged or derived field of the client rule."""
     layout: Layout
     """Of the weights. Part of no message: both sides have it from their model."""
+    steps: Tensor
+    """The local steps behind the statistics: what the counters among the buffers go by."""
 
     @classmethod
     def start(
@@ -56,16 +64,20 @@ class Server:
             optimiser={name: field.new(weights) for name, field in optimiser.items()},
             shared={name: field.new(weights) for name, field in shared.items()},
             layout=layout,
+            steps=weights.new_zeros((), dtype=torch.int64),
         )
 
-    def broadcast(self) -> State:
+    def broadcast(self, algorithm: Algorithm) -> State:
         """What goes down to every client of a cohort."""
-        return {"weights": self.weights, "buffers": self.buffers} | self.shared
+        return {"weights": self.weights} | self._statistics(algorithm) | self.shared
 
     def values(self, algorithm: Algorithm) -> State:
         """For each value that a client sends in this round, the server's own."""
         sent = {n: v for n, v in self.shared.items() if policy(algorithm, n).sent(self.round)}
-        return {"weights": self.weights, "buffers": self.buffers} | sent
+        return {"weights": self.weights} | self._statistics(algorithm) | sent
+
+    def _statistics(self, algorithm: Algorithm) -> State:
+        return {BUFFERS: self.buffers} if algorithm.statistics == "average" else {}
 
 
 @dataclass(frozen=True)
@@ -73,8 +85,8 @@ class Update:
     """What comes back from a block of C clients."""
 
     values: State
-    """Goes to the server: the change of the weights (C, d), the buffers, the averaged fields
-    that are sent in this round."""
+    """Goes to the server: the change of the weights (C, d), the statistics if they are averaged,
+    the averaged fields that are sent in this round."""
     kept: State
     """Stays with the clients."""
     losses: Tensor
@@ -110,10 +122,12 @@ class Block(ABC):
         """An uninitialised tensor (C, ...) for a field of the rule's state."""
 
     @abstractmethod
-    def read_buffers(self) -> Tensor: ...
+    def read_buffers(self) -> Tensor:
+        """The statistics (C, s)."""
 
     @abstractmethod
-    def write_buffers(self, buffers: Tensor) -> None: ...
+    def write_buffers(self, buffers: Tensor, steps: Tensor) -> None:
+        """Set the statistics (C, s), and the counters to what they are after `steps` (C)."""
 
     @abstractmethod
     def cohort_mean(self, rows: Tensor) -> Tensor: ...
@@ -147,7 +161,7 @@ def local_update(
     fields = rule.fields(block.layout)
 
     w.copy_(server.weights)
-    block.write_buffers(server.buffers)
+    behind = _write_statistics(algorithm, server, block, kept)
     state = {name: block.state(name, field) for name, field in fields.items()}
     for name, field in fields.items():
         match policy(algorithm, name).kind:
@@ -168,11 +182,25 @@ def local_update(
 
     w.sub_(server.weights)
     sent = {n: state[n] for n in fields if policy(algorithm, n).sent(server.round)}
-    return Update(
-        values={"weights": w, "buffers": block.read_buffers()} | sent,
-        kept={n: state[n] for n in fields if policy(algorithm, n).kind == "keep"},
-        losses=losses / steps,
-    )
+    stays = {n: state[n] for n in fields if policy(algorithm, n).kind == "keep"}
+    match algorithm.statistics:
+        case "average":
+            sent[BUFFERS] = block.read_buffers()
+        case "keep" if server.buffers.numel():
+            stays |= {BUFFERS: block.read_buffers(), STEPS: behind + steps}
+    return Update(values={"weights": w} | sent, kept=stays, losses=losses / steps)
+
+
+def _write_statistics(algorithm: Algorithm, server: Server, block: Block, kept: Kept) -> Tensor:
+    """Give each client the statistics it begins with: its own, or the server's, which are the
+    model's first unless they are averaged. Returns the steps behind them (C)."""
+    held = {BUFFERS: server.buffers, STEPS: server.steps}
+    rows = [held] * len(block.clients)
+    if algorithm.statistics == "keep" and server.buffers.numel():
+        rows = [held | kept.get(client, {}) for client in block.clients]
+    buffers, steps = (torch.stack([row[name] for row in rows]) for name in (BUFFERS, STEPS))
+    block.write_buffers(buffers, steps)
+    return steps
 
 
 def local_step(
@@ -198,7 +226,9 @@ def server_update(
     participation is the share of all clients that the mean speaks for.
     """
     mean = algorithm.after_mean(mean)
-    server.buffers.copy_(mean["buffers"])
+    if BUFFERS in mean:
+        server.buffers.copy_(mean[BUFFERS])
+        server.steps += steps
     for name, held in server.shared.items():
         if name not in mean:
             continue
@@ -219,18 +249,20 @@ def server_update(
 
 
 def codec_of(algorithm: Algorithm, name: str) -> Codec:
-    """The codec of the weights' change or of a field; buffers are sent as they are."""
+    """The codec of the weights' change or of a field; statistics are sent as they are."""
     if name == "weights":
         return codec(algorithm.upload)
-    return codec("exact" if name == "buffers" else policy(algorithm, name).codec)
+    return codec("exact" if name == BUFFERS else policy(algorithm, name).codec)
 
 
-def first_kept(algorithm: Algorithm, layout: Layout, weights: Tensor) -> State:
+def first_kept(algorithm: Algorithm, flat: FlatModel) -> State:
     """What a client keeps before it has taken part."""
-    fields = algorithm.client_rule().fields(layout)
+    fields, weights = algorithm.client_rule().fields(flat.layout), flat.weights
     kept = {n: f.new(weights) for n, f in fields.items() if policy(algorithm, n).kind == "keep"}
+    if algorithm.statistics == "keep" and (buffers := flat.read_buffers()).numel():
+        kept |= {BUFFERS: buffers, STEPS: weights.new_zeros((), dtype=torch.int64)}
     if codec_of(algorithm, "weights").feedback:
-        kept[LOST] = weights.new_zeros(layout.size)
+        kept[LOST] = weights.new_zeros(flat.layout.size)
     return kept
 
 
@@ -275,9 +307,9 @@ def traffic(
         name: codec_of(algorithm, name).nbytes(server.layout, like)
         for name, like in server.values(algorithm).items()
     }
-    weights_up = sent.pop("weights") + sent.pop("buffers")
-    weights_down = server.weights.nbytes + server.buffers.nbytes
-    up, down = sum(sent.values()), sum(value.nbytes for value in server.shared.values())
+    got = {name: value.nbytes for name, value in server.broadcast(algorithm).items()}
+    weights_up, weights_down = (n.pop("weights") + n.pop(BUFFERS, 0) for n in (sent, got))
+    up, down = sum(sent.values()), sum(got.values())
     if algorithm.client_rule().lockstep:  # a gradient up and the mean gradient down in each step
         down += steps * server.weights.nbytes
         up += steps * server.weights.nbytes

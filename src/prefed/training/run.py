@@ -231,7 +231,7 @@ class Run:
     def snapshot(self) -> dict[str, Tensor]:
         """All that the next rounds depend on, by name. Not a copy: write it before going on."""
         server = self.server
-        tensors = {"weights": server.weights, "buffers": server.buffers}
+        tensors = {"weights": server.weights, "buffers": server.buffers, "steps": server.steps}
         tensors |= {f"optimiser.{name}": value for name, value in server.optimiser.items()}
         tensors |= {f"shared.{name}": value for name, value in server.shared.items()}
         return tensors | self.trainer.state()
@@ -242,6 +242,10 @@ class Run:
         """Go on from a snapshot that was taken after the rounds in `history`."""
         names = {new: old for new, old in OLD_NAMES.items() if old in tensors}
         tensors = {**tensors, **{new: tensors[old] for new, old in names.items()}}
+        if "steps" not in tensors and "buffers" in tensors:  # from before constants stayed at home
+            tensors["buffers"] = self.task.flat.buffers.from_before(tensors["buffers"])
+            rounds = sum("skipped" not in record for record in history)
+            tensors["steps"] = torch.tensor(rounds * self.settings.local_steps)
         here = self.snapshot()
         saved = {name: check_fits(name, tensors, value) for name, value in here.items()}
         self.trainer.load_state(tensors, engine)
@@ -264,7 +268,7 @@ class Run:
 
     def _load(self) -> None:
         self.task.flat.weights.copy_(self.server.weights)
-        self.task.flat.write_buffers(self.server.buffers)
+        self.task.flat.write_buffers(self.server.buffers, self.server.steps)
 
     def _diverged(self, record: Record, start: float, what: str) -> Diverged:
         record |= {"diverged": what, "seconds": time.perf_counter() - start}

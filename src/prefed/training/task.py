@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from prefed.core.draws import torch_seed
 from prefed.core.errors import PrefedError
-from prefed.core.layout import FlatModel
+from prefed.core.flat_model import FlatModel
 from prefed.core.losses import are_labels, by_targets
 from prefed.data import FederatedData
 from prefed.training.keyed_dropout import KeyedDropout, keys
@@ -68,6 +68,7 @@ class Task:
             self.flat.module, self.loss, data, self.device, self.channels_last, self.precision
         )
         other.randomness = self.randomness
+        other.flat.buffers.like(self.flat.buffers)
         return other
 
     def model(self) -> nn.Module:
@@ -163,7 +164,7 @@ class Task:
                 f"clients, model: mixed dtypes, x is {fed.dtype} and the model {dtype}; "
                 f"convert one of them"
             )
-        training, buffers = self.flat.module.training, self.flat.read_buffers()
+        training = self.flat.module.training
         try:
             with torch.no_grad():
                 output = self.flat.module.eval()(fed.to(self.device))
@@ -178,19 +179,18 @@ class Task:
             raise PrefedError(f"model, loss: they do not fit the data: {error}") from error
         finally:
             self.flat.module.train(training)
-            self.flat.write_buffers(buffers)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise PrefedError("loss: should return one number for a batch")
 
     def _find_randomness(self, x: Tensor) -> Literal["none", "dropout", "generator"]:
-        """Watch one forward pass in training mode."""
+        """Watch forward passes in training mode, which also tell what buffers are."""
         mode = KeyedDropout(keys([0], self.device)[0])
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             before = _generator_states(self.device)
             self.flat.module.train()
             with mode:
-                self.forward(torch.cat([x, x]))  # BatchNorm wants more than one sample
+                self.flat.buffers.watch(self.forward, x)
             after = _generator_states(self.device)
         if not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
             return "generator"

@@ -4,8 +4,8 @@ For long runs of small models. Compiling takes half a minute at the start of a r
 finds the kernels of an earlier run in its cache (TORCHINDUCTOR_CACHE_DIR). It needs a C++ compiler,
 and is off unless it is asked for: engine = "auto" does not try it.
 
-Models with buffers, full batches of unequal size, and step sizes that change with the round run as
-in the vectorised engine.
+Models with BatchNorm or its like, full batches of unequal size, and step sizes that change with the
+round run as in the vectorised engine.
 """
 
 import shutil

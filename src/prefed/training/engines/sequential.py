@@ -29,7 +29,9 @@ class Sequential:
     ) -> Update:
         self.task.flat.module.train()
         block = _Block(self, clients, server.round)
-        return local_update(algorithm, server, block, kept, self.settings.local_steps)
+        update = local_update(algorithm, server, block, kept, self.settings.local_steps)
+        self.task.flat.buffers.check()
+        return update
 
 
 class _Block(Block):
@@ -44,7 +46,6 @@ class _Block(Block):
         rows = (len(clients), self.layout.size)
         self.weights = flat.weights[None] if self.alone else flat.weights.new_empty(rows)
         self.gradient = flat.gradient[None] if self.alone else flat.weights.new_empty(rows)
-        self.buffers = flat.read_buffers().expand(len(clients), -1).clone()
         samples = [engine.data.client(c) for c in clients]
         self.batches = [
             Batches(s, c, round, engine.settings, engine.data.augment, self.task.device)
@@ -59,7 +60,7 @@ class _Block(Block):
         for row, batches in enumerate(self.batches):
             if not self.alone:
                 flat.weights.copy_(self.weights[row])
-                flat.write_buffers(self.buffers[row])
+                flat.write_buffers(self.buffers[row], self.steps[row] + k)
             losses.append(self.task.gradient(*batches[k], self.seeds[row] + k))
             if not self.alone:
                 self.gradient[row].copy_(flat.gradient)
@@ -75,11 +76,10 @@ class _Block(Block):
     def read_buffers(self) -> Tensor:
         return self.task.flat.read_buffers()[None] if self.alone else self.buffers
 
-    def write_buffers(self, buffers: Tensor) -> None:
+    def write_buffers(self, buffers: Tensor, steps: Tensor) -> None:
+        self.buffers, self.steps = buffers, steps
         if self.alone:
-            self.task.flat.write_buffers(buffers)
-        else:
-            self.buffers.copy_(buffers)
+            self.task.flat.write_buffers(buffers[0], steps[0])
 
     def cohort_mean(self, rows: Tensor) -> Tensor:
         return self.shares @ rows

@@ -99,7 +99,9 @@ class Vectorised:
             self.data, clients, server.round, self.settings, self.most_clients, self.task.device
         )
         block = self.make_block(clients, groups, seeds)
-        return local_update(algorithm, server, block, kept, self.settings.local_steps)
+        update = local_update(algorithm, server, block, kept, self.settings.local_steps)
+        self.task.flat.buffers.check()
+        return update
 
     def why_not(self) -> str | None:
         """Why this engine cannot train the model: one gradient is compared with autograd's."""
@@ -109,23 +111,24 @@ class Vectorised:
         if task.precision != "float32":
             return "mixed precision"
         samples, training, buffers = self.data.client(0), flat.module.training, flat.read_buffers()
+        zero = torch.zeros(2, dtype=torch.int64)  # steps
         x, y = samples.take(torch.arange(4) % len(samples))
         try:
             flat.module.train()
             task.gradient(x, y, seed=0)
             expected = torch.cat([flat.gradient, flat.read_buffers()])
-            flat.write_buffers(buffers)
+            flat.write_buffers(buffers, zero[0])
             pair = Group(slice(0, 2), torch.stack([x, x]), torch.stack([y, y]))
             block = self.make_block([0, 0], [pair], [0, 0])
             block.weights.copy_(flat.weights)
-            block.write_buffers(buffers)
+            block.write_buffers(buffers.expand(2, -1), zero)
             block.differentiate(0)
             found = torch.cat([block.gradient[1], block.read_buffers()[1]])
         except Exception as error:  # vmap has many ways to say that it does not know an operation
             return str(error).strip().partition("\n")[0].rstrip(".")
         finally:
             flat.module.train(training)
-            flat.write_buffers(buffers)
+            flat.write_buffers(buffers, zero[0])
         off, scale = float((found - expected).abs().max()), float(expected.abs().max())
         tolerance = 1e-8 if found.dtype == torch.float64 else 1e-2
         return None if off <= tolerance * scale else "vmap gives other gradients than autograd"
@@ -157,8 +160,8 @@ class VectorisedBlock(Block):
         self.parameters = self.layout.views(self.weights)
         self.gradients = self.layout.views(self.gradient)
         self.buffers = {
-            name: buffer.expand(len(clients), *buffer.shape).clone()
-            for name, buffer in flat.module.named_buffers()
+            name: (buffer := flat.buffers[name]).expand(len(clients), *buffer.shape).clone()
+            for name in flat.buffers.changing
         }
 
     def keys(self, k: int) -> Tensor:
@@ -191,16 +194,15 @@ class VectorisedBlock(Block):
         return self.engine.workspace(f"state.{name}", (len(self.clients), *field.shape))
 
     def read_buffers(self) -> Tensor:
-        if not self.buffers:
-            return self.weights.new_empty(len(self.clients), 0)
-        dtype = self.weights.dtype
-        return torch.cat([b.reshape(len(b), -1).to(dtype) for b in self.buffers.values()], dim=1)
+        buffers = self.engine.task.flat.buffers
+        found = self.weights.new_empty(len(self.clients), buffers.layout.size, dtype=buffers.dtype)
+        for name, part in buffers.layout.views(found).items():
+            part.copy_(self.buffers[name])
+        return found
 
-    def write_buffers(self, buffers: Tensor) -> None:
-        flat = self.engine.task.flat
-        flat.write_buffers(buffers)
-        for name, buffer in flat.module.named_buffers():
-            self.buffers[name].copy_(buffer)
+    def write_buffers(self, buffers: Tensor, steps: Tensor) -> None:
+        for name, value in self.engine.task.flat.buffers.values(buffers, steps).items():
+            self.buffers[name].copy_(value)
 
     @cached_property
     def shares(self) -> Tensor:
