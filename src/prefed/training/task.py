@@ -146,12 +146,13 @@ class Task:
         handles = [layer.register_forward_hook(count) for layer in module.modules()]
         try:
             module.eval()
-            self.forward(data.client(0).take(torch.arange(1))[0])
+            x, _ = data.client(0).take(torch.arange(1))
+            self.forward(torch.cat([x, x]))  # BatchNorm wants more than one sample
         finally:
             for handle in handles:
                 handle.remove()
             module.train(training)
-        return total
+        return total / 2
 
     def check(self, data: FederatedData) -> None:
         """Try the model, the loss and the data on each other before anything is trained."""
