@@ -51,6 +51,7 @@ from prefed.experiments.jobs import Job, run_jobs
 from prefed.experiments.plans import OnEvent, Planned, run_all
 from prefed.experiments.stored_runs import StoredRun, load_archive, write_archive
 from prefed.experiments.sweep import final_score, on_edge
+from prefed.experiments.trackers import Tracking
 
 Point = dict[str, Any]
 """Options of an algorithm; "client_lr.start" is the key `start` of the table `client_lr`."""
@@ -159,8 +160,8 @@ def read(source: str) -> tuple[str, Study]:
 class StudyRuns:
     """The runs of a study in a directory: tuning and comparison."""
 
-    def __init__(self, study: Study, out: Path) -> None:
-        self.study = study
+    def __init__(self, study: Study, out: Path, tracking: Tracking | None = None) -> None:
+        self.study, self.tracking = study, tracking
         self.out = out
         self.folder = out / Path(study.config).stem
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -190,7 +191,10 @@ class StudyRuns:
             else:
                 waiting.append((title, planned))
         histories: dict[int, list[dict[str, Any]]] = {}
-        jobs = [Job(planned.config.to_dict()) for _, planned in waiting]
+        jobs = [
+            Job(planned.config.to_dict(), None, self.tracking, _slug(planned.title))
+            for _, planned in waiting
+        ]
         for number, event in run_jobs(jobs, workers or os.cpu_count() or 1) if jobs else ():
             title, planned = waiting[number]
             if "record" in event:
@@ -291,7 +295,7 @@ class StudyRuns:
                 on_event(planned, {"end": "known"})
             else:
                 waiting.append(planned)
-        run_all(waiting, workers, on_event)
+        run_all(waiting, workers, on_event, self.tracking)
         self._archive()
 
     def _ended(self, planned: Planned) -> StoredRun | None:
