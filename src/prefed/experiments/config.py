@@ -36,6 +36,7 @@ from prefed.algorithms import ALGORITHMS, Algorithm
 from prefed.core import draws
 from prefed.core.errors import PrefedError, did_you_mean, explain
 from prefed.core.safe_files import read_whole
+from prefed.core.schedule import written
 from prefed.data import FederatedData
 from prefed.data.dataset import DATASETS, GIVEN_TO_SPLITS, SPLITS, Dataset, partition
 from prefed.models import MODELS
@@ -120,6 +121,7 @@ class Config(Settings):
         plain = {name: value for name, value in self.model_dump().items() if value is not None}
         if self.data.target == "label":  # as in runs from before there was a choice
             del plain["data"]["target"]
+        plain["algorithm"] = written(plain["algorithm"])
         return {"batch_size": "full", **plain} if self.batch_size is None else plain
 
 
