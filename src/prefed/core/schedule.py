@@ -31,14 +31,19 @@ FUNCTIONS: Registry[Function] = Registry("schedule", "prefed.core")
 
 
 class _Schedule(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class Step(_Schedule):
     schedule: Literal["step"] = "step"
     start: PositiveFloat
+    """In the first rounds."""
     decay: PositiveFloat = 0.1
+    """The factor of each step down."""
     every: PositiveInt
+    """Rounds between two steps."""
 
     def __call__(self, round: int) -> float:
         return self.start * self.decay ** (round // self.every)
@@ -47,8 +52,11 @@ class Step(_Schedule):
 class Cosine(_Schedule):
     schedule: Literal["cosine"] = "cosine"
     start: PositiveFloat
+    """In the first round."""
     rounds: PositiveInt
+    """How long it falls; in a config all rounds of the run, if not given."""
     end: NonNegativeFloat = 0.0
+    """Where it ends."""
 
     def __call__(self, round: int) -> float:
         done = min(round / self.rounds, 1.0)
@@ -58,7 +66,9 @@ class Cosine(_Schedule):
 class Warmup(_Schedule):
     schedule: Literal["warmup"] = "warmup"
     rounds: PositiveInt
+    """How long it rises."""
     then: "Rate"
+    """What follows: a number or another schedule."""
 
     def __call__(self, round: int) -> float:
         if round >= self.rounds:

@@ -100,11 +100,12 @@ class Partitions:
 class FederatedData:
     """What a run trains on: the clients' samples, and a test set.
 
-    clients    for each client a pair (x, y) of arrays, or a data set: of torch (Dataset, Subset),
-               of Hugging Face, or any with len() and samples by number. A list of them, a
-               partitioner of flwr-datasets, or anything with len() that gives one for a client
-               number. Data sets are read when a client trains, and only the samples it uses
-    test       the same for all, or None for a run without evaluation; it is read at once
+    A client is a pair (x, y) of arrays, or a data set: of torch (Dataset, Subset), of Hugging
+    Face, or any with len() and samples by number. Data sets are read when a client trains, and
+    only the samples that it uses; the test set is read at once.
+
+    clients    a list of them, a partitioner of flwr-datasets, or what gives one for each number
+    test       the same for all clients, or None for a run without evaluation
     transform  applied to each batch of x on its way to the model, so that x can stay uint8
     augment    applied to each batch of x before that, in training only: (x, generator) -> x
     parts      if `clients` is one data set, or one pair: the sample numbers of each client

@@ -48,7 +48,7 @@ from prefed.training.settings import Settings
 class Named(BaseModel):
     """A name and the options of what it names; a name alone may stand for it."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
 
     name: str
 
@@ -64,6 +64,7 @@ class Named(BaseModel):
 
 class Data(Named):
     split: Named
+    """How the samples are divided among clients."""
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """This share of the training samples is set aside, and evaluated on in place of the test set:
     for choosing step sizes without a look at the test set."""
