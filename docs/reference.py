@@ -17,17 +17,16 @@ from pydantic_core import PydanticUndefined
 from prefed import _api
 from prefed.algorithms import ALGORITHMS, Algorithm
 from prefed.codecs import CODECS
-from prefed.core import schedule
+from prefed.core import losses, schedule
 from prefed.core.registry import Registry
 from prefed.data.dataset import DATASETS, GIVEN_TO_SPLITS, SPLITS
-from prefed.experiments.config import Data, options_model
+from prefed.experiments.config import Config, Data, options_model
 from prefed.experiments.study import Study, Tuning, Variant
 from prefed.models import MODELS
 from prefed.training.engines import ENGINES
-from prefed.training.settings import Settings
 
-GIVEN = {*GIVEN_TO_SPLITS, "inputs", "classes", "task", "data", "settings"}
-"""What a run hands to data sets, splits, models and engines by itself."""
+GIVEN = {*GIVEN_TO_SPLITS, "inputs", "classes", "task", "data", "settings", "output", "y"}
+"""What a run hands to splits, models, engines and losses by itself."""
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "table"}
 SCHEDULES = (schedule.Step, schedule.Cosine, schedule.Warmup)
 SIGNS = {Gt: "> ", Ge: "≥ ", Lt: "< ", Le: "≤ "}
@@ -147,7 +146,8 @@ def named(title: str, registry: Registry[Any], skip: set[str] | None = None) -> 
 def page() -> str:
     base = {name: Algorithm.model_fields[name] for name in Algorithm.model_fields}
     lines = ["## Settings", "", "At the top of a config; `prefed.simulate` takes the same.", ""]
-    lines += table(options_of(Settings, {}))
+    parts = ("algorithm", "data", "model")
+    lines += table([option for option in options_of(Config, {}) if option.name not in parts])
     lines += ["", "## `[algorithm]`", "", "A `name`, and its options. These all algorithms have:"]
     lines += table(options_of(Algorithm, {}))
     for name in ALGORITHMS.names():
@@ -177,7 +177,7 @@ def page() -> str:
     lines += named("codec", CODECS)
     lines += ["", "## Engines", "", "Of `engine`.", *named("engine", ENGINES)]
     shown = (ALGORITHMS, DATASETS, SPLITS, MODELS, CODECS, ENGINES)
-    for name, registry in vars(_api).items():  # whatever else can be chosen by name
+    for name, registry in (vars(losses) | vars(_api)).items():  # what else has a name
         if isinstance(registry, Registry) and registry not in shown:
             lines += ["", f"## {name.capitalize()}", *named(registry.kind, registry)]
     lines += ["", "## Studies", "", "The file of `prefed study`."]
