@@ -1,6 +1,12 @@
 """The documentation site: `make docs` builds it, with warnings as errors."""
 
+import sys
+from pathlib import Path
+
 from prefed import __version__
+
+sys.path.insert(0, str(Path(__file__).parent))
+import reference
 
 project = "prefed"
 author = "The prefed developers"
@@ -54,4 +60,4 @@ def _commands() -> str:
 
 
 myst_enable_extensions.append("substitution")
-myst_substitutions = {"commands": _commands()}
+myst_substitutions = {"commands": _commands(), "configuration": reference.page()}

@@ -84,7 +84,7 @@ ALL += [
 ]
 
 
-def compare(name: str, options: dict[str, Any], weighting: str, batch: int | None) -> None:
+def compare(name: str, options: dict[str, Any], weighting: Any, batch: int | None) -> None:
     options = {"client_lr": 0.05, **options}
     algorithm = prefed.ALGORITHMS.get(name)(**options)
     data, model = tiny_data(), tiny_model()
@@ -164,16 +164,23 @@ def test_full_batch(name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("weighting", ["uniform", "samples"])
+@pytest.mark.parametrize("weighting", ["uniform", "samples", [0.5, 3, 1, 2, 1.5, 1]])
 @pytest.mark.parametrize("batch", [None, BATCH])
-def test_weighting_and_batches(name: str, weighting: str, batch: int | None) -> None:
+def test_weighting_and_batches(name: str, weighting: Any, batch: int | None) -> None:
     for options in (CASES[name][0], CASES[name][-1]):
         compare(name, options, weighting, batch)
 
 
-def test_schedules() -> None:
-    rate = prefed.schedule.step(0.1, decay=0.5, every=2)
-    algorithm = prefed.FedAdam(client_lr=rate, server_lr=prefed.schedule.cosine(0.1, rounds=4))
+@pytest.mark.parametrize(
+    ("client_lr", "server_lr"),
+    [
+        (prefed.schedule.step(0.1, decay=0.5, every=2), prefed.schedule.cosine(0.1, rounds=4)),
+        (lambda t: [0.1, 0.1, 0.05, 0.05][t], lambda t: 0.05 * (1 + np.cos(np.pi * t / 4))),
+    ],
+    ids=["named", "functions"],
+)
+def test_schedules(client_lr: Any, server_lr: Any) -> None:
+    algorithm = prefed.FedAdam(client_lr=client_lr, server_lr=server_lr)
     result = prefed.simulate(
         algorithm,
         tiny_model(),
@@ -183,6 +190,7 @@ def test_schedules() -> None:
         batch_size=None,
         device=DEVICE,
     )
+    assert [record["client_lr"] for record in result.history] == [0.1, 0.1, 0.05, 0.05]
     trace = oracles.run(
         "fedadam",
         {

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import prefed
-from prefed.experiments.config import load
+from prefed.experiments.config import load, read_toml
 from prefed.experiments.plans import plan_comparison, run_all
 from prefed.experiments.ranking import group
 from prefed.experiments.run_directory import execute
@@ -261,6 +262,27 @@ def test_pandas_and_runs(tmp_path: Path) -> None:
     assert set(frame["status"]) == {"finished"}
     listed = prefed_here("runs", ".", cwd=tmp_path)
     assert listed.stdout.count("finished") == 2
+
+
+def halves(round: int) -> float:
+    return 0.5**round
+
+
+def test_a_function_as_a_step_size_stands_in_a_config_by_its_name(tmp_path: Path) -> None:
+    name = f"{__name__}:halves"
+    table = load("digits-iid", SHORT).to_dict()
+    table["algorithm"] |= {"client_lr": halves}
+    config = load(table)
+    result = execute(config, tmp_path / "run")
+    assert [record["client_lr"] for record in result.history] == [1, 0.5, 0.25]
+    assert read_toml(tmp_path / "run" / "config.toml")["algorithm"]["client_lr"] == name
+    again = load(str(tmp_path / "run" / "config.toml"))
+    assert torch.equal(execute(again).weights, result.weights)
+
+    table["algorithm"] |= {"client_lr": lambda round: 0.1}
+    with pytest.raises(prefed.PrefedError, match=r"algorithm.client_lr: .*<lambda> cannot stand"):
+        execute(load(table), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.process

@@ -36,8 +36,8 @@ WITH_STATISTICS = {"name": "resnet8", "width": 2, "norm": "batch"}
 
 @pytest.mark.parametrize("algorithm", VARIANTS, ids=str)
 def test_the_same_bits_as_simulation(algorithm: dict[str, Any], tmp_path: Path) -> None:
-    weighting = "samples" if algorithm["name"] in ("fedadam", "prefed") else "uniform"
-    config = config_of(algorithm, weighting=weighting)
+    weighting = {"fedadam": "samples", "prefed": "samples", "scaffold": [*range(1, 10)]}
+    config = config_of(algorithm, weighting=weighting.get(algorithm["name"], "uniform"))
     here, there = simulated(config), Federation(config, tmp_path).run()
     assert torch.equal(here.server.weights, there.server.weights)
     for name, value in here.server.shared.items():

@@ -15,12 +15,13 @@ from tests.helpers.bad_client import BAD, rounds
 from tests.helpers.engine_runs import batchnorm
 from tests.helpers.problems import tiny_data, tiny_model
 
+OWN = [3, 1, 2, 0.5, 4, 1]
 RUNS: dict[str, dict[str, Any]] = {
     "scaffold": {"engine": "sequential", "weighting": "samples", "clients_per_round": 5},
-    "prefed": {"engine": "vectorised", "clients_per_round": None},
+    "prefed": {"engine": "vectorised", "weighting": OWN, "clients_per_round": None},
     "prefedlite": {"engine": "sequential", "clients_per_round": 5},
     "prefed+topk": {"engine": "vectorised", "clients_per_round": 3},
-    "prefedsync": {"engine": "vectorised", "clients_per_round": 2},
+    "prefedsync": {"engine": "vectorised", "weighting": OWN, "clients_per_round": 2},
     "fedavg": {"engine": "auto", "clients_per_round": 2},
     "prefed+norm": {"engine": "sequential", "clients_per_round": 3},
     "fedavg+mean": {"engine": "vectorised", "clients_per_round": 5},

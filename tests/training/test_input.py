@@ -60,6 +60,20 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "zero batch": (lambda: run(batch_size=0), "batch_size: should be greater than 0"),
     "negative seed": (lambda: run(seed=-1), "seed: should be greater than or equal to 0"),
     "weighting": (lambda: run(weighting="sample"), "weighting: should be 'uniform' or 'samples'"),
+    "weights": (lambda: run(weighting=[1, 2]), "weighting: has 2 weights, but there are 6 clients"),
+    "a weight": (lambda: run(weighting=[1, 0]), "weighting.1: should be greater than 0, not 0"),
+    "a rate below 0": (
+        lambda: run(algorithm=prefed.FedAvg(client_lr=lambda t: -0.1)),
+        "schedule: gives -0.1 in round 0; it should give 0 or more",
+    ),
+    "no rate": (
+        lambda: run(algorithm=prefed.FedAvg(client_lr=print)),
+        "schedule: gives None in round 0; it should give 0 or more",
+    ),
+    "a function that is not there": (
+        lambda: prefed.FedAvg(client_lr="prefed.core.schedule:stairs"),
+        "FedAvg.client_lr: schedule 'prefed.core.schedule:stairs': prefed.core.schedule has no",
+    ),
     "engine": (lambda: run(engine="sequentiel"), "unknown engine .*sequential"),
     "device": (lambda: run(device="cuda:7"), "device: 'cuda:7' cannot be used here"),
     "model of another dtype": (

@@ -21,8 +21,11 @@ class AdaAlter(Algorithm):
 
     client_lr: Rate = 0.01
     tau: PositiveFloat = 1e-3
+    """Added to sqrt(v), it bounds the step where v is small."""
     v0: NonNegativeFloat = 0.0
+    """The first v."""
     frozen: bool = False
+    """The denominator stands still during a round, as in the original."""
 
     def client_rule(self) -> Rule:
         return (FrozenAdaGrad if self.frozen else AdaGrad)(self.tau, self.v0)

@@ -23,11 +23,17 @@ class Algorithm(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        validate_default=True,
+        use_attribute_docstrings=True,
     )
 
     client_lr: Rate
+    """The step size of the clients: a number, a schedule, or a function of the round."""
     server_lr: Rate = 1.0
+    """The step size of the server; 1 takes the mean of the clients, if the server rule is SGD."""
     clip_norm: PositiveFloat | None = None
     """Clients scale a gradient down to this length if it is longer."""
     weight_decay: NonNegativeFloat = 0.0

@@ -18,6 +18,7 @@ class FedAvg(Algorithm):
     client_momentum: Fraction = 0.0
     """The buffer begins at zero in each round."""
     server_momentum: Fraction = 0.0
+    """Of the server's steps, from round to round."""
 
     def client_rule(self) -> Rule:
         return SGD(self.client_momentum)

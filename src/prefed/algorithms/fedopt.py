@@ -15,10 +15,13 @@ class _FedOpt(Algorithm):
     client_lr: Rate = 0.05
     server_lr: Rate = 0.01
     beta1: Fraction = 0.9
+    """The decay of m, the moving average of the pseudo-gradient."""
     tau: PositiveFloat = 1e-3
+    """Added to sqrt(v), it bounds the step where v is small."""
     v0: NonNegativeFloat | None = None
     """The first v; tau^2 as in Reddi et al. if not given."""
     bias_correction: bool = False
+    """Divide m and v by 1 - beta^t, as Adam does."""
     tau_inside: bool = False
     """sqrt(v + tau^2) in place of sqrt(v) + tau."""
 
@@ -45,6 +48,7 @@ class FedAdagrad(_FedOpt):
 @ALGORITHMS.register("fedadam")
 class FedAdam(_FedOpt):
     beta2: Fraction = 0.99
+    """The decay of v, the moving average of the squares."""
 
     def server_rule(self) -> Rule:
         return Adam(beta2=self.beta2, **self.moments())
@@ -53,6 +57,7 @@ class FedAdam(_FedOpt):
 @ALGORITHMS.register("fedyogi")
 class FedYogi(_FedOpt):
     beta2: Fraction = 0.99
+    """The decay of v, the moving average of the squares."""
 
     def server_rule(self) -> Rule:
         return Yogi(beta2=self.beta2, **self.moments())

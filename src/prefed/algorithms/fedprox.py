@@ -15,6 +15,7 @@ class FedProx(Algorithm):
 
     client_lr: Rate = 0.05
     mu: NonNegativeFloat = 0.01
+    """The strength of the pull."""
 
     def client_rule(self) -> Rule:
         return ProximalSGD(self.mu)

@@ -19,12 +19,19 @@ class LocalAdam(Algorithm):
 
     client_lr: Rate = 0.001
     beta1: Fraction = 0.9
+    """The decay of m, the moving average of the gradient."""
     beta2: Fraction = 0.99
+    """The decay of v, the moving average of its squares."""
     tau: PositiveFloat = 1e-3
+    """Added to sqrt(v), it bounds the step where v is small."""
     v0: NonNegativeFloat = 0.0
+    """The first v."""
     bias_correction: bool = True
+    """Divide m and v by 1 - beta^t, as Adam does."""
     tau_inside: bool = False
+    """sqrt(v + tau^2) in place of sqrt(v) + tau."""
     state: Literal["reset", "average", "keep"] = "reset"
+    """What happens to m and v at the end of a round."""
 
     def client_rule(self) -> Rule:
         return Adam(

@@ -25,10 +25,15 @@ class Preconditioned(Algorithm):
     """What PreFed and PreFedOpt have in common: the options of the covariance rule."""
 
     beta1: Fraction = 0.9
+    """The decay of m, the moving average of the gradient."""
     beta2: Fraction = 0.9
+    """The decay of P, the moving average of the squared distance from m."""
     tau: PositiveFloat = 1e-3
+    """Added to sqrt(P), it bounds the step where P is small."""
     accumulate: Accumulate = "ema"
+    """P is an exponential moving average ("ema") or a "sum"."""
     bias_correction: bool = False
+    """Divide m and P by the weight that they have gathered."""
     shape: Shape = "diagonal"
     """What is kept of the covariance: "diagonal", "full", "block" or "kronecker"."""
     refresh: PositiveInt = 1

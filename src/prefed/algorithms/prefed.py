@@ -27,9 +27,11 @@ class PreFed(Preconditioned):
 
     client_lr: Rate = 0.001
     momentum: Literal["average", "reset", "keep", "derived"] = "average"
+    """What happens to m at the end of a round."""
     P_codec: CodecName = "exact"
+    """The codec of P on its way to the server."""
     m_codec: CodecName = "exact"
-    """For momentum="average"."""
+    """That of m, for momentum="average"."""
 
     contrib_options: ClassVar[dict[str, str]] = {
         "P_every": "prefedextended",

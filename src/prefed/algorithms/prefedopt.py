@@ -26,7 +26,9 @@ class PreFedOpt(Preconditioned):
     server_lr: Rate = 0.002
     beta2: Fraction = 0.99
     per_step: bool = True
+    """Divide the mean change by the number of local steps."""
     step_with: Literal["delta", "m"] = "delta"
+    """The server moves along the pseudo-gradient itself, or along its moving average m."""
 
     def server_rule(self) -> Rule:
         return self.covariance(step_with="m" if self.step_with == "m" else "g")

@@ -24,7 +24,9 @@ class PreFedSync(Algorithm):
 
     client_lr: Rate = 0.01
     tau: PositiveFloat = 1e-3
+    """Added to sqrt(P), it bounds the step where P is small."""
     accumulate: Accumulate = "sum"
+    """P is a "sum", as printed, or an exponential moving average ("ema")."""
     beta2: Fraction = 0.9
     """Only for accumulate="ema"."""
 

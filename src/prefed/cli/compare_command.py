@@ -2,7 +2,7 @@ from typing import Annotated
 
 import typer
 
-from prefed.cli.options import Changes, Out, Quiet, Source, Workers
+from prefed.cli.options import Changes, Out, Quiet, Source, Track, Workers
 
 
 def compare(
@@ -17,6 +17,7 @@ def compare(
     out: Out = None,
     workers: Workers = None,
     quiet: Quiet = False,
+    track: Track = [],
 ) -> None:
     """Run several algorithms with several seeds, and rank them.
 
@@ -30,13 +31,15 @@ def compare(
     from prefed.experiments.config import algorithms_of
     from prefed.experiments.plans import plan_comparison, run_all
     from prefed.experiments.ranking import group
+    from prefed.experiments.trackers import Tracking
     from prefed.report import write_report
 
     names = split_names(algorithms) if algorithms else algorithms_of(config)
     folder = out or new_out("compare", config)
     planned = plan_comparison(config, names, seeds, set, folder)
+    tracking = Tracking(track, folder)
     with LiveRuns(len(planned), quiet, folder) as live:
-        runs = run_all(planned, workers, live.on_event)
+        runs = run_all(planned, workers, live.on_event, tracking)
     write_report(runs, folder / "report.html", target=target, title=f"{config}: a comparison")
     if not quiet:
         Console().print(ranking(group(runs), target))

@@ -22,6 +22,10 @@ Workers = Annotated[
     int | None, typer.Option(min=1, help="runs at a time; by default the number of cores")
 ]
 
+Track = Annotated[
+    list[str], typer.Option(help="tensorboard, mlflow or wandb; may be given more than once")
+]
+
 
 def unused(name: str) -> Path:
     """A directory under runs/ that is not there: the name, the time, and a number if need be."""

@@ -3,7 +3,7 @@ from typing import Annotated
 
 import typer
 
-from prefed.cli.options import Changes, Out, Quiet, Source, unused
+from prefed.cli.options import Changes, Out, Quiet, Source, Track, unused
 
 
 def run(
@@ -13,9 +13,7 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --out")] = False,
     quiet: Quiet = False,
     json: Annotated[bool, typer.Option("--json", help="print each round as a JSON line")] = False,
-    track: Annotated[
-        list[str], typer.Option(help="tensorboard, mlflow or wandb; may be given more than once")
-    ] = [],
+    track: Track = [],
 ) -> None:
     """Run one config or preset and write it to a directory.
 

@@ -3,7 +3,7 @@ from typing import Annotated
 
 import typer
 
-from prefed.cli.options import Quiet, Workers
+from prefed.cli.options import Quiet, Track, Workers
 
 
 def study(
@@ -21,6 +21,7 @@ def study(
     show: Annotated[bool, typer.Option("--show", help="only print the study")] = False,
     workers: Workers = None,
     quiet: Quiet = False,
+    track: Track = [],
 ) -> None:
     """Tune every algorithm with the same budget, then compare all with paired seeds.
 
@@ -33,6 +34,7 @@ def study(
     from prefed.experiments.plans import Planned
     from prefed.experiments.stats import student
     from prefed.experiments.study import StudyRuns, find, read
+    from prefed.experiments.trackers import Tracking
     from prefed.report import study_results as results
 
     name, plan = read(study)
@@ -40,7 +42,7 @@ def study(
         print(find(study).read_text(), end="")
         return
     student(1)  # if SciPy is missing, say so now and not after the runs
-    study_runs = StudyRuns(plan, out)
+    study_runs = StudyRuns(plan, out, Tracking(track, out, name))
     over = False
     if not draw:
         end = None if minutes is None else time.monotonic() + 60 * minutes

@@ -3,7 +3,7 @@ from typing import Annotated
 
 import typer
 
-from prefed.cli.options import Changes, Out, Quiet, Source, Workers
+from prefed.cli.options import Changes, Out, Quiet, Source, Track, Workers
 
 
 def sweep(
@@ -26,6 +26,7 @@ def sweep(
     out: Out = None,
     workers: Workers = None,
     quiet: Quiet = False,
+    track: Track = [],
 ) -> None:
     """Try values of config keys, choose the best on a validation split, test it once.
 
@@ -43,6 +44,7 @@ def sweep(
     from prefed.experiments.ranking import Group
     from prefed.experiments.sweep import Optuna, Space, Suggest, all_at_once, evaluate_best, on_edge
     from prefed.experiments.sweep import sweep as run_sweep
+    from prefed.experiments.trackers import Tracking
     from prefed.report import write_report
 
     space = Space(dict(map(_list, grid)), dict(map(_range, range)))
@@ -56,12 +58,13 @@ def sweep(
         tried = space.random(random) if random else space.grid()
         suggest, total = all_at_once(tried), len(tried)
     folder = out or new_out("sweep", config)
+    tracking = Tracking(track, folder)
     with LiveRuns((total + 1) * seeds, quiet, folder) as live:
-        scored = run_sweep(config, set, suggest, seeds, folder, workers, live.on_event)
+        scored = run_sweep(config, set, suggest, seeds, folder, workers, live.on_event, tracking)
         best = scored[0]
         if not math.isfinite(best.score):
             raise PrefedError("every point diverged: lower the step sizes")
-        tested = evaluate_best(config, set, best, seeds, folder, workers, live.on_event)
+        tested = evaluate_best(config, set, best, seeds, folder, workers, live.on_event, tracking)
     everything = [run for s in scored for run in s.runs]
     write_report(everything, folder / "report.html", title=f"{config}: a sweep", sweep=scored)
     if quiet:

@@ -16,6 +16,8 @@ class TopK(Codec):
 
     Biased, with error feedback: a client keeps what it did not send and adds it to its next
     change. A NaN counts as largest.
+
+    share  of the numbers that is sent
     """
 
     feedback = True

@@ -99,6 +99,10 @@ def _text(item: Any) -> str:
     return text.rstrip(".")
 
 
+TAGS = ("a number", "a function", "a word", "weights", "float", "int", "str")
+"""Names of the members of unions, which are no keys."""
+
+
 def _keys(path: tuple[int | str, ...]) -> list[str]:
     """The keys in a path of pydantic's, which also names the members of unions: ("client_lr",
     "a schedule", "step", "start") is client_lr.start."""
@@ -107,7 +111,7 @@ def _keys(path: tuple[int | str, ...]) -> list[str]:
     for part in parts:
         if part == "a schedule":
             next(parts, None)
-        elif part not in ("a number", "float", "int", "str"):
+        elif part not in TAGS:
             keys.append(str(part))
     return keys
 

@@ -1,33 +1,49 @@
 """Step sizes that change with the round.
 
 A schedule is a function of the round (counted from 0), and a value that can stand in a config:
-`client_lr = {schedule = "step", start = 0.05, decay = 0.1, every = 20}`.
+`client_lr = {schedule = "step", start = 0.05, decay = 0.1, every = 20}`. So can a function of one's
+own by its name, `client_lr = "module:function"`; in Python any function will do.
 """
 
 import math
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, SupportsFloat
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     NonNegativeFloat,
+    PlainSerializer,
     PositiveFloat,
     PositiveInt,
     Tag,
 )
 
+from prefed.core.errors import PrefedError
+from prefed.core.registry import Registry
+
+Function = Callable[[int], float]
+FUNCTIONS: Registry[Function] = Registry("schedule", "prefed.core")
+"""Holds none: it finds those of the user's own, "module:function"."""
+
 
 class _Schedule(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class Step(_Schedule):
     schedule: Literal["step"] = "step"
     start: PositiveFloat
+    """In the first rounds."""
     decay: PositiveFloat = 0.1
+    """The factor of each step down."""
     every: PositiveInt
+    """Rounds between two steps."""
 
     def __call__(self, round: int) -> float:
         return self.start * self.decay ** (round // self.every)
@@ -36,8 +52,11 @@ class Step(_Schedule):
 class Cosine(_Schedule):
     schedule: Literal["cosine"] = "cosine"
     start: PositiveFloat
+    """In the first round."""
     rounds: PositiveInt
+    """How long it falls; in a config all rounds of the run, if not given."""
     end: NonNegativeFloat = 0.0
+    """Where it ends."""
 
     def __call__(self, round: int) -> float:
         done = min(round / self.rounds, 1.0)
@@ -47,7 +66,9 @@ class Cosine(_Schedule):
 class Warmup(_Schedule):
     schedule: Literal["warmup"] = "warmup"
     rounds: PositiveInt
+    """How long it rises."""
     then: "Rate"
+    """What follows: a number or another schedule."""
 
     def __call__(self, round: int) -> float:
         if round >= self.rounds:
@@ -59,24 +80,57 @@ Schedule = Annotated[Step | Cosine | Warmup, Field(discriminator="schedule")]
 
 
 def _kind(value: Any) -> str:
-    return "a schedule" if isinstance(value, dict | _Schedule) else "a number"
+    if isinstance(value, dict | _Schedule):
+        return "a schedule"
+    by_name = isinstance(value, str) and ":" in value
+    return "a function" if by_name or callable(value) else "a number"
+
+
+def _find(value: Any) -> Any:
+    return FUNCTIONS.get(value) if isinstance(value, str) else value
 
 
 Rate = Annotated[
-    Annotated[PositiveFloat, Tag("a number")] | Annotated[Schedule, Tag("a schedule")],
+    Annotated[PositiveFloat, Tag("a number")]
+    | Annotated[Schedule, Tag("a schedule")]
+    | Annotated[
+        Function, BeforeValidator(_find), PlainSerializer(FUNCTIONS.name_of), Tag("a function")
+    ],
     Discriminator(_kind),
 ]
-"""A positive number or a schedule."""
+"""A positive number, a schedule, or a function of the round, which is counted from 0."""
 
 Warmup.model_rebuild()
 
 
-def at(rate: float | Step | Cosine | Warmup, round: int) -> float:
+def at(rate: float | Function, round: int) -> float:
     """The rate in a round, whether it is a number or a schedule."""
     try:
-        return float(rate(round)) if callable(rate) else float(rate)
+        value = rate(round) if callable(rate) else rate
     except OverflowError:
         return math.inf
+    if not isinstance(value, SupportsFloat) or not float(value) >= 0:
+        raise PrefedError(f"schedule: gives {value} in round {round}; it should give 0 or more")
+    return float(value)
+
+
+def written(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an algorithm as they can stand in a config: functions by their names."""
+    return {key: _name(key, v) if callable(v) else v for key, v in options.items()}
+
+
+def _name(key: str, function: Function) -> str:
+    name = FUNCTIONS.name_of(function)
+    try:
+        found = FUNCTIONS.get(name)
+    except PrefedError:
+        found = None
+    if found is not function:
+        raise PrefedError(
+            f"algorithm.{key}: {name} cannot stand in a config, where another process would look "
+            f"for it by that name; define it with def in a module, or take a prefed.schedule"
+        )
+    return name
 
 
 def step(start: float, *, decay: float = 0.1, every: int) -> Step:
@@ -89,6 +143,6 @@ def cosine(start: float, *, rounds: int, end: float = 0.0) -> Cosine:
     return Cosine(start=start, rounds=rounds, end=end)
 
 
-def warmup(then: float | Step | Cosine | Warmup, *, rounds: int) -> Warmup:
+def warmup(then: float | Function, *, rounds: int) -> Warmup:
     """A straight line up to the first value of `then` over `rounds`, then `then` from its start."""
     return Warmup(rounds=rounds, then=then)

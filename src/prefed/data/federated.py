@@ -9,37 +9,15 @@ from torch import Tensor
 
 from prefed.core.errors import PrefedError
 from prefed.core.losses import are_labels
+from prefed.data.samples import Collate, LazySamples, Read, Samples, to_samples
 
 Transform = Callable[[Tensor], Tensor]
 Augment = Callable[[Tensor, np.random.Generator], Tensor]
 """A batch of x and a generator keyed to it -> the batch with random changes."""
 
 
-class Samples:
-    """Inputs and targets, all of them or those that `index` names. Nothing is copied."""
-
-    def __init__(self, x: Any, y: Any, index: Tensor | None = None) -> None:
-        self.x, self.y, self.index = torch.as_tensor(x), torch.as_tensor(y), index
-
-    def __len__(self) -> int:
-        return len(self.x) if self.index is None else len(self.index)
-
-    def numbers(self, index: Tensor) -> Tensor:
-        """Where in x and y the samples lie that `index` names."""
-        return index if self.index is None else self.index.index_select(0, index)
-
-    def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        index = self.numbers(index)
-        return self.x.index_select(0, index), self.y.index_select(0, index)
-
-    def all(self) -> tuple[Tensor, Tensor]:
-        if self.index is None:
-            return self.x, self.y
-        return self.x.index_select(0, self.index), self.y.index_select(0, self.index)
-
-
 class Clients(Protocol):
-    """Clients by number: samples, or a pair (x, y), made when it is asked for."""
+    """Clients by number: a pair (x, y) or a data set each, made when it is asked for."""
 
     def __len__(self) -> int: ...
 
@@ -79,7 +57,16 @@ class Partition:
     """One data set divided among clients: the arrays, and for each client its sample numbers."""
 
     def __init__(self, x: Any, y: Any, parts: Sequence[np.ndarray[Any, Any]]) -> None:
-        self.whole = Samples(x, y)
+        self._divide(Samples(x, y), parts)
+
+    @classmethod
+    def of(cls, whole: Samples, parts: Sequence[np.ndarray[Any, Any]]) -> "Partition":
+        made = cls.__new__(cls)
+        made._divide(whole, parts)
+        return made
+
+    def _divide(self, whole: Samples, parts: Sequence[np.ndarray[Any, Any]]) -> None:
+        self.whole = whole
         self.parts = Parts.of(parts)
         self.ends = self.parts.ends
         self.order = torch.from_numpy(self.parts.order.astype(np.int64, copy=False))
@@ -91,43 +78,101 @@ class Partition:
         if not 0 <= client < len(self):
             raise IndexError(client)
         start = int(self.ends[client - 1]) if client else 0
-        return Samples(self.whole.x, self.whole.y, self.order[start : int(self.ends[client])])
+        return self.whole.part(self.order[start : int(self.ends[client])])
+
+
+class Partitions:
+    """The clients of a partitioner of flwr-datasets, each loaded once."""
+
+    def __init__(self, partitioner: Any) -> None:
+        self.partitioner = partitioner
+        self._loaded: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return int(self.partitioner.num_partitions)
+
+    def __getitem__(self, client: int) -> Any:
+        if client not in self._loaded:
+            self._loaded[client] = self.partitioner.load_partition(client)
+        return self._loaded[client]
 
 
 class FederatedData:
     """What a run trains on: the clients' samples, and a test set.
 
-    clients    pairs (x, y), or anything with len() that gives such a pair for a client number
-    test       a pair (x, y), or None for a run without evaluation
+    A client is a pair (x, y) of arrays, or a data set: of torch (Dataset, Subset), of Hugging
+    Face, or any with len() and samples by number. Data sets are read when a client trains, and
+    only the samples that it uses; the test set is read at once.
+
+    clients    a list of them, a partitioner of flwr-datasets, or what gives one for each number
+    test       the same for all clients, or None for a run without evaluation
     transform  applied to each batch of x on its way to the model, so that x can stay uint8
     augment    applied to each batch of x before that, in training only: (x, generator) -> x
+    parts      if `clients` is one data set, or one pair: the sample numbers of each client
+    x, y       the columns of a data set whose samples are dicts, such as "image" and "label"
+    collate    makes x and y of a list of samples, if pairs and columns do not say it
     """
 
     def __init__(
         self,
-        clients: Clients,
+        clients: Any,
         test: Any = None,
         transform: Transform | None = None,
         augment: Augment | None = None,
+        *,
+        parts: Sequence[Any] | None = None,
+        x: str | Sequence[str] = "x",
+        y: str | Sequence[str] = "y",
+        collate: Collate | None = None,
     ) -> None:
-        if len(clients) == 0:
+        self._read = Read(x, y, collate)
+        self.clients = self._divided(clients, parts)
+        if len(self.clients) == 0:
             raise PrefedError("clients: there is none")
-        self.clients = clients
-        self.test = None if test is None else _samples(test, "test")
+        self.test = None if test is None else to_samples(test, "test", self._read)
+        if isinstance(self.test, LazySamples) and len(self.test):
+            self.test = Samples(*self.test.all())
         self.transform = transform
         self.augment = augment
+
+    def _divided(self, clients: Any, parts: Sequence[Any] | None) -> Clients:
+        if parts is not None:
+            whole = to_samples(clients, "clients", self._read)
+            if not len(parts):
+                raise PrefedError("parts: there is no client")
+            if not isinstance(parts, Parts):
+                parts = Parts.of([np.asarray(part, np.int64).reshape(-1) for part in parts])
+            low, high = int(parts.order.min(initial=0)), int(parts.order.max(initial=0))
+            if low < 0 or high >= len(whole):
+                raise PrefedError(
+                    f"parts: sample numbers reach from {low} to {high}, but there are "
+                    f"{len(whole)} samples, counted from 0"
+                )
+            return Partition.of(whole, parts)
+        if hasattr(clients, "load_partition") and hasattr(clients, "num_partitions"):
+            return Partitions(clients)
+        if hasattr(clients, "column_names"):
+            raise PrefedError(
+                "clients: this is one data set; give a list with one for each client, "
+                "or `parts`, the sample numbers of each"
+            )
+        if not hasattr(clients, "__len__"):
+            raise PrefedError(f"clients: {type(clients).__name__} has no len(); give a list")
+        found: Clients = clients
+        return found
 
     def __len__(self) -> int:
         return len(self.clients)
 
     def client(self, number: int) -> Samples:
-        return _samples(self.clients[number], f"clients[{number}]")
+        return to_samples(self.clients[number], f"clients[{number}]", self._read)
 
     def check(self, classes: int | None) -> None:
-        """Raise for what would go wrong later. Clients made on demand are checked on demand."""
+        """Raise for what would go wrong later. Not for clients that are made or read on
+        demand: that would be now."""
         for where, samples in self._checkable():
             _check(where, samples, classes)
-        kinds = {(s.x.dtype, s.y.dtype) for _, s in self._checkable()}
+        kinds = {(s.x.dtype, s.y.dtype) for _, s in self._checkable() if not _is_lazy(s)}
         if len(kinds) > 1:
             found = " and ".join(sorted(f"({x}, {y})" for x, y in kinds))
             raise PrefedError(f"clients, test: (x, y) must have the same dtypes, found {found}")
@@ -145,23 +190,16 @@ class FederatedData:
             yield "test", self.test
 
 
-def _samples(item: Any, where: str) -> Samples:
-    if isinstance(item, Samples):
-        return item
-    try:
-        x, y = item
-        samples = Samples(x, y)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise PrefedError(f"{where}: should be a pair (x, y) of arrays: {error}") from None
-    if samples.x.dim() == 0 or len(samples.x) != len(samples.y):
-        raise PrefedError(f"{where}: x and y should have the same number of samples")
-    return samples
+def _is_lazy(samples: Samples) -> bool:
+    return isinstance(samples, LazySamples)
 
 
 def _check(where: str, samples: Samples, classes: int | None) -> None:
-    x, y = samples.x, samples.y
     if len(samples) == 0:
         raise PrefedError(f"{where}: it has no samples")
+    if _is_lazy(samples):
+        return
+    x, y = samples.x, samples.y
     for name, values in (("x", x), ("y", y)):
         if values.dtype.is_floating_point and not bool(torch.isfinite(values).all()):
             raise PrefedError(f"{where}: {name} has values that are not finite (NaN or infinity)")

@@ -19,13 +19,19 @@ Array = np.ndarray[Any, Any]
 
 @DATASETS.register("a9a")
 def a9a(path: str | None = None) -> Dataset:
-    """Adult: 32,561 and 16,281 people with 123 yes-or-no features, two classes of income."""
+    """Adult: 32,561 and 16,281 people with 123 yes-or-no features, two classes of income.
+
+    path  holds a9a and a9a.t
+    """
     return _official("a9a", path, 123, 32_561, 16_281)
 
 
 @DATASETS.register("w8a")
 def w8a(path: str | None = None) -> Dataset:
-    """Web pages: 49,749 and 14,951 samples with 300 yes-or-no features, two classes."""
+    """Web pages: 49,749 and 14,951 samples with 300 yes-or-no features, two classes.
+
+    path  holds w8a and w8a.t
+    """
     return _official("w8a", path, 300, 49_749, 14_951)
 
 
@@ -33,7 +39,10 @@ def w8a(path: str | None = None) -> Dataset:
 def libsvm(path: str, features: int, test_path: str | None = None, test: float = 0.2) -> Dataset:
     """Any file in LIBSVM's text form, as a dense array of `features` columns.
 
-    test_path  a second file for testing; without it a share `test` of the samples, drawn once
+    path       the file
+    features   how many columns there are
+    test_path  a second file for testing
+    test       without one, this share of the samples, drawn once
     """
     x, labels = read_libsvm(Path(path), features, None)
     if test_path is not None:

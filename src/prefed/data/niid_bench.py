@@ -19,6 +19,9 @@ def labels_per_client(
 
     Client i has the label i modulo their number, and others drawn at random; the samples of a
     label are divided evenly among the clients that have it.
+
+    clients     how many, at least as many as labels
+    per_client  the labels of each
     """
     check_labels(labels, "labels")
     names = np.unique(labels)
@@ -54,7 +57,12 @@ def dirichlet_balanced(
 ) -> Parts:
     """NIID-Bench's Dirichlet split: as dirichlet, but a client that has its even share of all
     samples gets none of the labels that follow, and all is drawn again until each client has
-    min_size samples."""
+    min_size samples.
+
+    clients   how many
+    alpha     the concentration
+    min_size  the fewest samples of a client
+    """
     check_labels(labels, "dirichlet-balanced")
     check_size(len(labels), clients, min_size)
     if not alpha > 0:

@@ -23,6 +23,8 @@ def shakespeare(path: str | None = None, length: int = 80, test: float = 0.2) ->
     full; a text shorter than a window is preceded by line breaks.
 
     path    the text file, or a folder with input.txt or shakespeare.txt
+    length  of a window, in characters
+    test    the share of a speaker's speeches that is for testing
     """
     if length < 1 or not 0 < test < 1:
         raise PrefedError("data: length should be at least 1, and test between 0 and 1")

@@ -40,7 +40,10 @@ def _even(order: Labels, clients: int) -> Parts:
 
 @SPLITS.register("iid")
 def iid(labels: Labels, generator: np.random.Generator, *, clients: int) -> Parts:
-    """Shuffled and dealt out: sizes differ by at most one."""
+    """Shuffled and dealt out: sizes differ by at most one.
+
+    clients  how many
+    """
     check_size(len(labels), clients, 1)
     return _even(generator.permutation(len(labels)), clients)
 
@@ -58,6 +61,10 @@ def dirichlet(
 
     Small alpha: few classes per client, and unequal sizes. A client left with fewer than
     min_size samples takes what it lacks from the client that has most, so this always ends.
+
+    clients   how many
+    alpha     the concentration
+    min_size  the fewest samples of a client
     """
     check_size(len(labels), clients, min_size)
     check_labels(labels, "dirichlet")
@@ -91,7 +98,12 @@ def quantity(
     min_size: int = 1,
 ) -> Parts:
     """Classes as in iid, sizes in proportions drawn from Dirichlet(alpha): small alpha means that
-    a few clients have almost everything. Clients below min_size are filled up as in dirichlet."""
+    a few clients have almost everything. Clients below min_size are filled up as in dirichlet.
+
+    clients   how many
+    alpha     the concentration
+    min_size  the fewest samples of a client
+    """
     check_size(len(labels), clients, min_size)
     if not alpha > 0:
         raise PrefedError(f"data.split.alpha: should be greater than 0, not {alpha}")
@@ -107,7 +119,11 @@ def shards(
 ) -> Parts:
     """McMahan et al. 2017: samples sorted by class are cut into clients * classes_per_client
     shards, and each client gets that many at random. A shard across the border of two
-    classes brings both. Sizes differ by at most classes_per_client."""
+    classes brings both. Sizes differ by at most classes_per_client.
+
+    clients             how many
+    classes_per_client  the shards of each
+    """
     if classes_per_client < 1:
         raise PrefedError("data.split.classes_per_client: should be at least 1")
     check_size(len(labels), clients, classes_per_client)
@@ -127,7 +143,10 @@ def natural(
     labels: Labels, generator: np.random.Generator, keys: Labels | None, *, min_size: int = 1
 ) -> Parts:
     """By the key the data set brings: a client for each speaker, writer or user, in the order of
-    their keys. Clients with fewer than min_size samples are left out with their samples."""
+    their keys. Clients with fewer than min_size samples are left out with their samples.
+
+    min_size  the fewest samples of a client
+    """
     if keys is None:
         raise PrefedError(
             "data.split: natural needs a data set that says whose each sample is: shakespeare, "

@@ -24,6 +24,8 @@ def synthetic(
     lognormal(4, 2) + 50, here with an upper bound. alpha and beta are standard deviations, as in
     the authors' code. A tenth of each client's samples is for testing.
 
+    alpha    how much the clients' models differ
+    beta     how much their inputs differ
     clients  how many
     iid      one model and one mean for all clients
     largest  no client has more samples (lognormal has no bound)

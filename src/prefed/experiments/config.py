@@ -36,6 +36,7 @@ from prefed.algorithms import ALGORITHMS, Algorithm
 from prefed.core import draws
 from prefed.core.errors import PrefedError, did_you_mean, explain
 from prefed.core.safe_files import read_whole
+from prefed.core.schedule import written
 from prefed.data import FederatedData
 from prefed.data.dataset import DATASETS, GIVEN_TO_SPLITS, SPLITS, Dataset, partition
 from prefed.models import MODELS
@@ -47,7 +48,7 @@ from prefed.training.settings import Settings
 class Named(BaseModel):
     """A name and the options of what it names; a name alone may stand for it."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
 
     name: str
 
@@ -63,6 +64,7 @@ class Named(BaseModel):
 
 class Data(Named):
     split: Named
+    """How the samples are divided among clients."""
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """This share of the training samples is set aside, and evaluated on in place of the test set:
     for choosing step sizes without a look at the test set."""
@@ -120,6 +122,7 @@ class Config(Settings):
         plain = {name: value for name, value in self.model_dump().items() if value is not None}
         if self.data.target == "label":  # as in runs from before there was a choice
             del plain["data"]["target"]
+        plain["algorithm"] = written(plain["algorithm"])
         return {"batch_size": "full", **plain} if self.batch_size is None else plain
 
 

@@ -13,9 +13,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prefed.experiments.trackers import Tracking
 
 Event = tuple[int, dict[str, Any]]
 """The number of the job, and {"record": ...}, {"done": true} or {"failed": message}."""
@@ -25,6 +28,16 @@ Event = tuple[int, dict[str, Any]]
 class Job:
     config: dict[str, Any]
     folder: Path | None = None
+    tracking: "Tracking | None" = None
+    name: str = ""
+    """Of the run, for trackers."""
+
+    def to_json(self) -> str:
+        """As a worker reads it."""
+        table = {"config": self.config, "folder": self.folder, "name": self.name}
+        if self.tracking is not None:
+            table["tracking"] = asdict(self.tracking)
+        return json.dumps(table, default=str)
 
 
 def run_jobs(jobs: list[Job], workers: int) -> Iterator[Event]:
@@ -83,8 +96,7 @@ def _serve(
             except queue.Empty:
                 return
             try:
-                folder = None if job.folder is None else str(job.folder)
-                process.stdin.write(json.dumps({"config": job.config, "folder": folder}) + "\n")
+                process.stdin.write(job.to_json() + "\n")
                 process.stdin.flush()
             except OSError:
                 pass  # the worker is gone: reading says so below
@@ -131,6 +143,7 @@ def _work() -> None:
     from prefed.core.safe_files import to_json
     from prefed.experiments.config import load
     from prefed.experiments.run_directory import execute
+    from prefed.experiments.trackers import Tracking
     from prefed.training.observers import Callback
     from prefed.training.trainer import Record
 
@@ -145,7 +158,11 @@ def _work() -> None:
         job = json.loads(jobs.get())
         folder = None if job["folder"] is None else Path(job["folder"])
         try:
-            execute(load(job["config"]), folder, resume=True, callbacks=[Tell()])
+            callbacks: list[Callback] = [Tell()]
+            if about := job.get("tracking"):
+                tracking = Tracking(about["names"], Path(about["out"]), about["group"])
+                callbacks += tracking.callbacks(job["name"])
+            execute(load(job["config"]), folder, resume=True, callbacks=callbacks)
             event: dict[str, Any] = {"done": True}
         except Diverged as error:
             event = {"diverged": str(error)}

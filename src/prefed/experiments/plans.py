@@ -11,6 +11,7 @@ from prefed.experiments.config import Config, load
 from prefed.experiments.jobs import Job, run_jobs
 from prefed.experiments.run_directory import diff, read_config
 from prefed.experiments.stored_runs import StoredRun, load_run
+from prefed.experiments.trackers import Tracking
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,20 @@ class Planned:
             )
         return archived or load_run(self.folder)
 
+    def name(self, tracking: Tracking | None) -> str:
+        """Where the directory lies in that of the experiment."""
+        return "" if tracking is None else self.folder.relative_to(tracking.out).as_posix()
+
 
 OnEvent = Callable[[Planned, dict[str, Any]], None]
 """Called with {"record": ...} for each round, and once with {"end": status} for each run."""
 
 
 def run_all(
-    planned: Sequence[Planned], workers: int | None = None, on_event: OnEvent = lambda p, e: None
+    planned: Sequence[Planned],
+    workers: int | None = None,
+    on_event: OnEvent = lambda p, e: None,
+    tracking: Tracking | None = None,
 ) -> list[StoredRun]:
     """Run what is not finished yet, side by side; the same call again goes on after a stop.
 
@@ -54,7 +62,7 @@ def run_all(
         else:
             waiting.append(plan)
     failures = []
-    jobs = [Job(plan.config.to_dict(), plan.folder) for plan in waiting]
+    jobs = [Job(p.config.to_dict(), p.folder, tracking, p.name(tracking)) for p in waiting]
     for number, event in run_jobs(jobs, workers or cores()) if jobs else ():
         plan = waiting[number]
         if "record" in event:

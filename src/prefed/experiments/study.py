@@ -51,6 +51,7 @@ from prefed.experiments.jobs import Job, run_jobs
 from prefed.experiments.plans import OnEvent, Planned, run_all
 from prefed.experiments.stored_runs import StoredRun, load_archive, write_archive
 from prefed.experiments.sweep import final_score, on_edge
+from prefed.experiments.trackers import Tracking
 
 Point = dict[str, Any]
 """Options of an algorithm; "client_lr.start" is the key `start` of the table `client_lr`."""
@@ -61,18 +62,20 @@ Runs = dict[str, dict[int, StoredRun]]
 
 
 class Tuning(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     seeds: list[int] = [1000]
+    """Of the tuning runs; not those of the comparison."""
     rounds: PositiveInt | None = None
     """Of a tuning run; the `rounds` of the config if None."""
     validation: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """The share of the training samples that points are scored on."""
 
 
 class Variant(BaseModel):
     """A line of the table besides the tuned algorithms. Other keys are options of the algorithm."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
 
     like: str
     """The algorithm whose tuned options are used."""
@@ -81,25 +84,31 @@ class Variant(BaseModel):
 
 
 class Study(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     title: str
+    """Of the table and the figure."""
     config: str
+    """A preset or a config file."""
     set: list[str] = []
     """Changes to the config, in the syntax of `prefed run --set`. With an engine named here or in
     the config, results are bitwise equal on machines of the same kind; not with "auto"."""
     seeds: PositiveInt = 3
+    """Of the comparison: 0, 1, ..."""
     reference: str | None = None
+    """The label that differences are taken against."""
     curves: list[str] = []
     """The labels to draw round by round; all tuned algorithms if empty."""
     ends: Literal["lines", "upload"] = "lines"
     """What the final results are drawn against: one line per label, or megabytes uploaded."""
     tuning: Tuning = Tuning()
+    """How points are scored."""
     grid: dict[str, dict[str, list[Any]]] = {}
     """The options to try for each algorithm."""
     algorithms: list[str] = []
     """Algorithms that are compared with the options that the config has tuned for them."""
     variants: dict[str, Variant] = {}
+    """More lines of the table, by label."""
 
     @model_validator(mode="after")
     def _is_fair(self) -> "Study":
@@ -159,8 +168,8 @@ def read(source: str) -> tuple[str, Study]:
 class StudyRuns:
     """The runs of a study in a directory: tuning and comparison."""
 
-    def __init__(self, study: Study, out: Path) -> None:
-        self.study = study
+    def __init__(self, study: Study, out: Path, tracking: Tracking | None = None) -> None:
+        self.study, self.tracking = study, tracking
         self.out = out
         self.folder = out / Path(study.config).stem
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -190,7 +199,10 @@ class StudyRuns:
             else:
                 waiting.append((title, planned))
         histories: dict[int, list[dict[str, Any]]] = {}
-        jobs = [Job(planned.config.to_dict()) for _, planned in waiting]
+        jobs = [
+            Job(planned.config.to_dict(), None, self.tracking, _slug(planned.title))
+            for _, planned in waiting
+        ]
         for number, event in run_jobs(jobs, workers or cores()) if jobs else ():
             title, planned = waiting[number]
             if "record" in event:
@@ -291,7 +303,7 @@ class StudyRuns:
                 on_event(planned, {"end": "known"})
             else:
                 waiting.append(planned)
-        run_all(waiting, workers, on_event)
+        run_all(waiting, workers, on_event, self.tracking)
         self._archive()
 
     def _ended(self, planned: Planned) -> StoredRun | None:

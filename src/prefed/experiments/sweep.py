@@ -15,6 +15,7 @@ from prefed.experiments.config import load
 from prefed.experiments.measures import measure
 from prefed.experiments.plans import OnEvent, Planned, run_all
 from prefed.experiments.stored_runs import StoredRun
+from prefed.experiments.trackers import Tracking
 
 VALIDATION = 0.2
 """Share of the training samples that is set aside unless the config says otherwise."""
@@ -123,12 +124,13 @@ def sweep(
     out: Path,
     workers: int | None = None,
     on_event: OnEvent = lambda planned, event: None,
+    tracking: Tracking | None = None,
 ) -> list[Scored]:
     """Try points on the validation split until there are no more; the best comes first."""
     tried: list[Scored] = []
     while batch := suggest(tried):
         plans = [plan_point(source, changes, point, seeds, out / "points") for point in batch]
-        stored = iter(run_all([p for plan in plans for p in plan], workers, on_event))
+        stored = iter(run_all([p for plan in plans for p in plan], workers, on_event, tracking))
         for point, plan in zip(batch, plans, strict=True):
             tried.append(Scored(point, [next(stored) for _ in plan]))
     return sorted(tried, key=lambda scored: scored.score, reverse=True)
@@ -151,10 +153,12 @@ def evaluate_best(
     out: Path,
     workers: int | None = None,
     on_event: OnEvent = lambda planned, event: None,
+    tracking: Tracking | None = None,
 ) -> list[StoredRun]:
     """The chosen point once more, on all training samples and the test set."""
     whole = [*changes, "data.validation=0"]
-    return run_all(_plan(source, whole, best.point, seeds, out / "best"), workers, on_event)
+    planned = _plan(source, whole, best.point, seeds, out / "best")
+    return run_all(planned, workers, on_event, tracking)
 
 
 def _plan(

@@ -22,10 +22,10 @@ class Arrivals:
         self,
         admission: Admission,
         cohort: Sequence[int],
-        weight: Callable[[int], float],
+        weight: Callable[[int, int], float],
         change: Callable[[Values], Values] = dict,
     ) -> None:
-        """weight   of a client, given its number of samples
+        """weight   of a client, given its number and how many samples it has
         change   done to an accepted update, before it is added up
         """
         self.admission, self.weight, self.change = admission, weight, change
@@ -64,7 +64,7 @@ class Arrivals:
             self.refuse(client, Refused(f"cannot be read: {type(error).__name__}: {error}"))
             return None
         self.refused.pop(client, None)
-        position, weight = self.position[client], self.weight(update.samples)
+        position, weight = self.position[client], self.weight(client, update.samples)
         self.mean.add(position, self.change(dict(update.values)), weight, update.loss)
         return update
 

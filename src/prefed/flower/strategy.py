@@ -191,7 +191,8 @@ class Strategy(FlowerStrategy):
             largest_count=self.largest_count,
             norm_cap=self.norm_cap,
         )
-        weight = float if self.weighting == "samples" else lambda samples: 1.0
+        by_samples = self.weighting == "samples"
+        weight = lambda client, samples: float(samples) if by_samples else 1.0  # noqa: E731
         change = self.algorithm.before_mean if self.privacy is None else self.privacy.clip
         self.arrivals, self._metrics = Arrivals(admission, cohort, weight, change), {}
         config["server-round"] = server_round

@@ -11,7 +11,12 @@ from prefed.models import MODELS
 
 @MODELS.register("char-lstm")
 class CharLSTM(nn.Module):
-    """An embedding, LSTM layers and a linear layer: 8, 2 x 256 as in McMahan et al. 2017."""
+    """An embedding, LSTM layers and a linear layer: 8, 2 x 256 as in McMahan et al. 2017.
+
+    embedding  numbers for each symbol
+    hidden     the width of a layer
+    layers     how many
+    """
 
     def __init__(
         self, classes: int, embedding: int = 8, hidden: int = 256, layers: int = 2
@@ -29,7 +34,12 @@ class CharLSTM(nn.Module):
 
 @MODELS.register("char-transformer")
 class CharTransformer(nn.Module):
-    """A small GPT: learned positions, pre-norm blocks with causal attention, no dropout."""
+    """A small GPT: learned positions, pre-norm blocks with causal attention, no dropout.
+
+    width   of the embedding and of each block
+    layers  how many blocks
+    heads   of the attention
+    """
 
     def __init__(
         self, inputs: Sequence[int], classes: int, width: int = 64, layers: int = 2, heads: int = 4

@@ -14,7 +14,12 @@ def cnn(
     hidden: int = 128,
     kernel: int = 3,
 ) -> nn.Module:
-    """Convolutions, each with ReLU and 2 x 2 max-pooling, then one hidden layer."""
+    """Convolutions, each with ReLU and 2 x 2 max-pooling, then one hidden layer.
+
+    channels  of each convolution
+    hidden    the width of the hidden layer
+    kernel    the side of the convolutions
+    """
     depth, height, width = inputs
     layers: list[nn.Module] = []
     for a, b in pairwise([depth, *channels]):

@@ -9,7 +9,10 @@ from prefed.models import MODELS
 
 @MODELS.register("mlp")
 def mlp(inputs: Sequence[int], classes: int, hidden: Sequence[int] = (128,)) -> nn.Module:
-    """Linear layers with ReLU between them, on flattened inputs."""
+    """Linear layers with ReLU between them, on flattened inputs.
+
+    hidden  the widths between inputs and classes
+    """
     widths = [prod(inputs), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
     for a, b in pairwise(widths):

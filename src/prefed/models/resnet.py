@@ -16,7 +16,12 @@ Norm = Literal["group", "batch"]
 def resnet8(
     inputs: Sequence[int], classes: int, width: int = 16, norm: Norm = "group", groups: int = 2
 ) -> nn.Module:
-    """Three stages of one block, widths 16, 32, 64 (times width / 16)."""
+    """Three stages of one block, widths 16, 32, 64 (times width / 16).
+
+    width   the channels of the first stage
+    norm    "group" or "batch"
+    groups  of norm = "group"
+    """
     return ResNet(inputs[0], classes, (1, 1, 1), width, norm, groups)
 
 
@@ -24,7 +29,12 @@ def resnet8(
 def resnet20(
     inputs: Sequence[int], classes: int, width: int = 16, norm: Norm = "group", groups: int = 2
 ) -> nn.Module:
-    """Three stages of three blocks, widths 16, 32, 64 (times width / 16)."""
+    """Three stages of three blocks, widths 16, 32, 64 (times width / 16).
+
+    width   the channels of the first stage
+    norm    "group" or "batch"
+    groups  of norm = "group"
+    """
     return ResNet(inputs[0], classes, (3, 3, 3), width, norm, groups)
 
 
@@ -32,7 +42,12 @@ def resnet20(
 def resnet18(
     inputs: Sequence[int], classes: int, width: int = 64, norm: Norm = "group", groups: int = 2
 ) -> nn.Module:
-    """Four stages of two blocks, widths 64 to 512 (times width / 64)."""
+    """Four stages of two blocks, widths 64 to 512 (times width / 64).
+
+    width   the channels of the first stage
+    norm    "group" or "batch"
+    groups  of norm = "group"
+    """
     return ResNet(inputs[0], classes, (2, 2, 2, 2), width, norm, groups)
 
 
@@ -40,7 +55,12 @@ def resnet18(
 def resnet34(
     inputs: Sequence[int], classes: int, width: int = 64, norm: Norm = "group", groups: int = 2
 ) -> nn.Module:
-    """Four stages of 3, 4, 6 and 3 blocks, widths 64 to 512 (times width / 64)."""
+    """Four stages of 3, 4, 6 and 3 blocks, widths 64 to 512 (times width / 64).
+
+    width   the channels of the first stage
+    norm    "group" or "batch"
+    groups  of norm = "group"
+    """
     return ResNet(inputs[0], classes, (3, 4, 6, 3), width, norm, groups)
 
 

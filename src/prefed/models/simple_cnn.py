@@ -13,7 +13,11 @@ def simple_cnn(
     channels: Sequence[int] = (6, 16),
     hidden: Sequence[int] = (120, 84),
 ) -> nn.Module:
-    """LeNet-like, as in NIID-Bench: two 5 x 5 convolutions with pooling, two hidden layers."""
+    """LeNet-like, as in NIID-Bench: two 5 x 5 convolutions with pooling, two hidden layers.
+
+    channels  of the convolutions
+    hidden    the widths of the hidden layers
+    """
     depth, height, width = inputs
     if len(channels) != 2 or min(height, width) < 16:
         raise PrefedError("model: simple-cnn has two convolutions and needs 16 x 16 pixels or more")

@@ -45,7 +45,7 @@ class Objective:
         return draws.cohort(self.settings.seed, 0, self.clients, size)
 
     def shares(self, clients: Sequence[int]) -> Tensor:
-        weights = [self.settings.weight(len(self.data.client(c))) for c in clients]
+        weights = [self.settings.weight(c, len(self.data.client(c))) for c in clients]
         return self.start.new_tensor(weights) / sum(weights)
 
     def gradient(self, w: Tensor, client: int, index: Tensor | None = None) -> tuple[float, Tensor]:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from prefed.core import draws
-from prefed.data.federated import Augment, Samples
+from prefed.data.federated import Augment
+from prefed.data.samples import Samples
 from prefed.training.settings import Settings
 
 DRAWS = {"replacement": draws.batches, "epochs": draws.epochs}

@@ -85,7 +85,7 @@ class LocalTrainer(Trainer):
         mean, kept = Mean(), {}
         for first, update in self._updates(server, clients):
             block = clients[first : first + len(update.losses)]
-            weights = [self.settings.weight(len(self.data.client(c))) for c in block]
+            weights = [self.settings.weight(c, len(self.data.client(c))) for c in block]
             mean.add_block(first, update.values, weights, update.losses.tolist())
             if update.kept:
                 for row, client in enumerate(block):

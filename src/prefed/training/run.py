@@ -71,6 +71,11 @@ class Run:
                 f"clients_per_round: {settings.clients_per_round} is more than the "
                 f"{len(data)} clients there are"
             )
+        if isinstance(settings.weighting, list) and len(settings.weighting) != len(data):
+            raise PrefedError(
+                f"weighting: has {len(settings.weighting)} weights, but there are "
+                f"{len(data)} clients; give one for each"
+            )
         if settings.quorum > (asked := settings.clients_per_round or len(data)):
             raise PrefedError(f"quorum: {settings.quorum} is more than the {asked} of a cohort")
         self.algorithm, self.data, self.settings = algorithm, data, settings

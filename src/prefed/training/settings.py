@@ -5,13 +5,22 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     PositiveInt,
+    Tag,
     field_validator,
     model_validator,
 )
 
 from prefed.core.deprecated import with_new_names
+
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Weighting = Annotated[
+    Annotated[Literal["uniform", "samples"], Tag("a word")]
+    | Annotated[list[Weight], Tag("weights")],
+    Discriminator(lambda value: "weights" if isinstance(value, list | tuple) else "a word"),
+]
 
 
 class Settings(BaseModel):
@@ -37,8 +46,9 @@ class Settings(BaseModel):
     over the client's samples ("epochs")."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     """Of every random draw."""
-    weighting: Literal["uniform", "samples"] = "uniform"
-    """Clients count in the mean equally ("uniform"), or by their number of "samples"."""
+    weighting: Weighting = "uniform"
+    """Clients count in the mean equally ("uniform"), by their number of "samples", or by weights of
+    your own, a list with a positive number for each client."""
     engine: str = "auto"
     """How clients are computed: "sequential", "vectorised", "compiled", or "auto", which measures
     and chooses."""
@@ -70,6 +80,8 @@ class Settings(BaseModel):
     def _from_word(cls, value: Any) -> Any:
         return None if value in ("all", "full") else value
 
-    def weight(self, samples: int) -> float:
+    def weight(self, client: int, samples: int) -> float:
         """The weight of a client with this number of samples in every mean over the cohort."""
+        if isinstance(self.weighting, list):
+            return self.weighting[client]
         return 1.0 if self.weighting == "uniform" else float(samples)

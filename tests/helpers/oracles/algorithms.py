@@ -146,7 +146,7 @@ class Task:
     clients: Sequence[Pair]
     steps: int
     batches: Batches | None
-    weighting: str
+    weighting: str | Sequence[float]
     n_clients: int
     clip_norm: float | None
     weight_decay: float
@@ -178,7 +178,7 @@ class Task:
         elif self.weighting == "samples":
             p = [float(len(self.clients[i][1])) for i in cohort]
         else:
-            raise ValueError(f"unknown weighting {self.weighting!r}")
+            p = [float(self.weighting[i]) for i in cohort]
         total = sum(p)
         result: Any = 0.0
         for p_i, value in zip(p, values, strict=True):
@@ -775,7 +775,7 @@ def run(
     steps: int,
     *,
     batches: Batches | None = None,
-    weighting: str = "uniform",
+    weighting: str | Sequence[float] = "uniform",
     n_clients: int,
 ) -> Trace:
     """Run one algorithm for len(cohorts) rounds of `steps` local steps.

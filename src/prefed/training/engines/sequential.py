@@ -52,7 +52,8 @@ class _Block(Block):
             for s, c in zip(samples, clients, strict=True)
         ]
         self.seeds = self.task.seeds(engine.settings.seed, round, clients)
-        shares = [engine.settings.weight(len(s)) for s in samples]
+        weight = engine.settings.weight
+        shares = [weight(c, len(s)) for c, s in zip(clients, samples, strict=True)]
         self.shares = self.weights.new_tensor(shares) / sum(shares)
 
     def differentiate(self, k: int) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from prefed.core.errors import PrefedError
 from prefed.data import FederatedData, Samples
+from prefed.data.samples import LazySamples
 from prefed.training.batches import Batches, sample_numbers
 from prefed.training.settings import Settings
 
@@ -82,12 +83,14 @@ def _drawn(
     sizes = [len(s) for s in samples]
     drawn = sample_numbers(settings, round, clients, sizes)
     first, indices = samples[0], [s.index for s in samples if s.index is not None]
-    if len(indices) == len(samples) and all(s.x is first.x and s.y is first.y for s in samples):
+    if len(indices) == len(samples) and all(s.is_of(first) for s in samples):
         starts = torch.tensor([0, *sizes[:-1]]).cumsum(0).unsqueeze(1)
-        theirs = Samples(first.x, first.y, torch.cat(indices))
-        x, y = theirs.take((starts + drawn).view(-1))
+        x, y = first.part(torch.cat(indices)).take((starts + drawn).view(-1))
         x, y = x.unflatten(0, drawn.shape), y.unflatten(0, drawn.shape)
     else:
+        if any(isinstance(s, LazySamples) for s in samples):  # read what was drawn, and no more
+            samples = [Samples(*s.take(i)) for s, i in zip(samples, drawn, strict=True)]
+            first, drawn = samples[0], torch.arange(drawn.shape[1]).expand(drawn.shape)
         for client, s in zip(clients, samples, strict=True):
             if _kind(s) != _kind(first):
                 raise PrefedError(

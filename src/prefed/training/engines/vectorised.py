@@ -207,8 +207,9 @@ class VectorisedBlock(Block):
     @cached_property
     def shares(self) -> Tensor:
         """The weight of each client in the mean over the block."""
-        sizes = [len(self.engine.data.client(c)) for c in self.clients]
-        shares = self.weights.new_tensor([self.engine.settings.weight(n) for n in sizes])
+        data, settings = self.engine.data, self.engine.settings
+        weights = [settings.weight(c, len(data.client(c))) for c in self.clients]
+        shares = self.weights.new_tensor(weights)
         return shares / shares.sum()
 
     def cohort_mean(self, rows: Tensor) -> Tensor:

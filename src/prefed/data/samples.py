@@ -1,0 +1,206 @@
+"""The samples of a client, or of a whole data set: arrays, or read when they are needed."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
+
+from prefed.core.errors import PrefedError
+
+Collate = Callable[[list[Any]], tuple[Any, Any]]
+"""The samples of a batch, as the data set gives them -> x and y."""
+
+
+class Samples:
+    """Inputs and targets, all of them or those that `index` names. Nothing is copied."""
+
+    def __init__(self, x: Any, y: Any, index: Tensor | None = None) -> None:
+        self.x, self.y, self.index = torch.as_tensor(x), torch.as_tensor(y), index
+
+    def __len__(self) -> int:
+        return len(self.x) if self.index is None else len(self.index)
+
+    def numbers(self, index: Tensor) -> Tensor:
+        """Where in x and y the samples lie that `index` names."""
+        return index if self.index is None else self.index.index_select(0, index)
+
+    def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        index = self.numbers(index)
+        return self.x.index_select(0, index), self.y.index_select(0, index)
+
+    def all(self) -> tuple[Tensor, Tensor]:
+        if self.index is None:
+            return self.x, self.y
+        return self.x.index_select(0, self.index), self.y.index_select(0, self.index)
+
+    def part(self, index: Tensor) -> Self:
+        """Those that `index` names, of a whole."""
+        return type(self)(self.x, self.y, index)
+
+    def is_of(self, other: "Samples") -> bool:
+        """Both are parts of one whole."""
+        return self.x is other.x and self.y is other.y
+
+
+@dataclass(frozen=True)
+class Read:
+    """How the samples that a data set gives become x and y.
+
+    x, y     the columns, where a sample is a dict; several columns of numbers become one vector
+    collate  the user's own way, which is handed a list of samples
+    """
+
+    x: str | Sequence[str] = "x"
+    y: str | Sequence[str] = "y"
+    collate: Collate | None = None
+
+    def __call__(self, rows: list[Any]) -> tuple[Tensor, Tensor]:
+        if self.collate is not None:
+            x, y = self.collate(rows)
+            return torch.as_tensor(x), torch.as_tensor(y)
+        if isinstance(rows[0], Mapping):
+            inputs, targets = (self._column(rows, w) for w in ("x", "y"))
+        elif isinstance(rows[0], tuple | list) and len(rows[0]) == 2:
+            inputs, targets = ([row[place] for row in rows] for place in (0, 1))
+        else:
+            raise PrefedError(
+                f"clients: a sample should be a pair (x, y) or a dict, not "
+                f"{type(rows[0]).__name__}; give `collate`, which makes x and y of samples"
+            )
+        return _stack("x", [_image(value) for value in inputs]), _stack("y", targets)
+
+    def _column(self, rows: list[Any], which: str) -> list[Any]:
+        name = getattr(self, which)
+        names = [name] if isinstance(name, str) else name
+        if missing := [n for n in names if n not in rows[0]]:
+            raise PrefedError(
+                f"{which}: the samples have no column {missing[0]!r}, only "
+                f'{", ".join(map(repr, rows[0]))}; say which, as x="image", y="label"'
+            )
+        if isinstance(name, str):
+            return [row[name] for row in rows]
+        return [[row[n] for n in name] for row in rows]
+
+
+_READING = threading.Lock()
+"""Workers are threads, and a data set with an open file need not bear two of them."""
+
+
+class LazySamples(Samples):
+    """Samples of a data set with len() and samples by number, as torch has them. Those that are
+    asked for are read when they are, each once."""
+
+    def __init__(self, dataset: Any, read: Read, index: Tensor | None = None) -> None:
+        self.dataset, self.read, self.index = dataset, read, index
+
+    def __len__(self) -> int:
+        return len(self.dataset) if self.index is None else len(self.index)
+
+    @property
+    def x(self) -> Tensor:  # type: ignore[override]
+        """All of them, read now."""
+        return self.all()[0]
+
+    @property
+    def y(self) -> Tensor:  # type: ignore[override]
+        return self.all()[1]
+
+    def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        once, places = torch.unique(self.numbers(index), return_inverse=True)
+        x, y = self._fetch(once.tolist())
+        return x.index_select(0, places), y.index_select(0, places)
+
+    def all(self) -> tuple[Tensor, Tensor]:
+        return self._fetch(list(range(len(self))) if self.index is None else self.index.tolist())
+
+    def part(self, index: Tensor) -> Self:
+        return type(self)(self.dataset, self.read, index)
+
+    def is_of(self, other: Samples) -> bool:
+        return isinstance(other, LazySamples) and self.dataset is other.dataset
+
+    def _fetch(self, numbers: list[int]) -> tuple[Tensor, Tensor]:
+        many = getattr(self.dataset, "__getitems__", None)  # torch's name for many at a time
+        with _READING:
+            rows = many(numbers) if many else [self.dataset[number] for number in numbers]
+            return self.read(rows)
+
+
+def to_samples(item: Any, where: str, read: Read) -> Samples:
+    """Of a pair (x, y) of arrays, or of a data set."""
+    if isinstance(item, Samples):
+        return item
+    if not isinstance(item, tuple | list | Tensor | np.ndarray):
+        return _of_dataset(item, where, read)
+    try:
+        x, y = item
+        made = Samples(x, y)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PrefedError(f"{where}: should be a pair (x, y) of arrays: {error}") from None
+    if made.x.dim() == 0 or len(made.x) != len(made.y):
+        raise PrefedError(f"{where}: x and y should have the same number of samples")
+    return made
+
+
+def _of_dataset(item: Any, where: str, read: Read) -> Samples:
+    if isinstance(item, TensorDataset) and len(item.tensors) == 2 and read.collate is None:
+        return Samples(*item.tensors)
+    if isinstance(item, Subset) and isinstance(item.dataset, TensorDataset):
+        whole = _of_dataset(item.dataset, where, read)
+        return whole.part(torch.as_tensor(item.indices, dtype=torch.int64))
+    try:
+        len(item)
+        item.__getitem__  # noqa: B018
+    except (TypeError, NotImplementedError, AttributeError):
+        raise PrefedError(
+            f"{where}: should be a pair (x, y) of arrays, or a data set with len() and samples by "
+            f"number, not {type(item).__name__}"
+        ) from None
+    return LazySamples(item, read)
+
+
+def _image(value: Any) -> Any:
+    """An image as torchvision's ToTensor makes it, (C, H, W) from 0 to 1; others as they are."""
+    if (mode := getattr(value, "mode", None)) is not None and hasattr(value, "getbands"):  # PIL's
+        value = np.asarray(value.convert({"1": "L", "P": "RGB"}.get(mode, mode)))
+        value = value[..., None] if value.ndim == 2 else value
+    elif not isinstance(value, np.ndarray) or value.ndim != 3 or value.shape[2] not in (1, 3, 4):
+        return value
+    if value.dtype != np.uint8:
+        return value
+    pixels = torch.from_numpy(np.array(value.transpose(2, 0, 1), order="C"))
+    return pixels.to(torch.get_default_dtype()).div_(255)
+
+
+def _stack(which: str, values: list[Any]) -> Tensor:
+    try:
+        tensors = [_tensor(value) for value in values]
+    except (TypeError, ValueError, RuntimeError):
+        raise PrefedError(
+            f"{which}: is of type {type(values[0]).__name__}, which does not become one array; "
+            f"let the data set give numbers of one shape, or give `collate`"
+        ) from None
+    if len(shapes := {tuple(t.shape) for t in tensors}) > 1:
+        a, b, *_ = sorted(shapes)
+        raise PrefedError(
+            f"{which}: samples have shapes {a} and {b}; bring them to one shape "
+            f"in the data set (cut, pad, resize), or give `collate`"
+        )
+    return torch.stack(tensors)
+
+
+def _tensor(value: Any) -> Tensor:
+    """As torch takes it: Python's floats in torch's default type, whole numbers as int64."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, list) and value and isinstance(value[0], Tensor | np.ndarray | np.generic):
+        return torch.stack([torch.as_tensor(v) for v in value])
+    if hasattr(value, "getbands") or (isinstance(value, np.ndarray) and not value.flags.writeable):
+        value = np.array(value)
+    found = torch.as_tensor(value)
+    return found.long() if found.dtype == torch.bool else found

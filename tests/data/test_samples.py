@@ -1,0 +1,279 @@
+"""Data as people have it: the same bits as tensors, and read when a client needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, random_split
+
+import prefed
+from tests.helpers.problems import SIZES, tiny_model
+
+datasets = pytest.importorskip("datasets")
+partitioners = pytest.importorskip("flwr_datasets.partitioner")
+Image = pytest.importorskip("PIL.Image")
+
+rng = np.random.default_rng(0)
+X = torch.from_numpy(rng.normal(size=(48, SIZES[0])).astype(np.float32))
+Y = torch.from_numpy(rng.integers(0, SIZES[2], 48))
+PARTS = [np.arange(c, 48, 6) for c in range(6)]
+
+
+class Rows(Dataset[Any]):
+    """A data set of the user's own, which notes what is read."""
+
+    def __init__(self, x: Any = X, y: Any = Y) -> None:
+        self.x, self.y, self.read = x, y, []  # type: ignore[var-annotated]
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, number: int) -> tuple[Any, Any]:
+        self.read.append(number)
+        return self.x[number], self.y[number]
+
+
+def hugging_face() -> Any:
+    """Numbers as Python has them: floats, which are as exact as ours, and integers."""
+    return datasets.Dataset.from_dict({"features": X.tolist(), "label": Y.tolist()})
+
+
+def natural() -> Any:
+    """A partitioner of flwr-datasets that makes our parts."""
+    owner = {int(n): f"{client}" for client, part in enumerate(PARTS) for n in part}
+    whole = hugging_face().add_column("owner", [owner[n] for n in range(48)])
+    partitioner = partitioners.NaturalIdPartitioner(partition_by="owner")
+    partitioner.dataset = whole
+    return partitioner
+
+
+COLUMNS: dict[str, Any] = {"x": "features", "y": "label"}
+SOURCES: dict[str, Callable[[], prefed.FederatedData]] = {
+    "TensorDataset": lambda: prefed.FederatedData(
+        [TensorDataset(X[part], Y[part]) for part in PARTS], test=TensorDataset(X, Y)
+    ),
+    "Subset of TensorDataset": lambda: prefed.FederatedData(
+        [Subset(TensorDataset(X, Y), part.tolist()) for part in PARTS], test=(X, Y)
+    ),
+    "arrays and parts": lambda: prefed.FederatedData((X, Y), parts=PARTS, test=(X, Y)),
+    "Dataset": lambda: prefed.FederatedData(
+        [Rows(X[part], Y[part]) for part in PARTS], test=Rows()
+    ),
+    "Subset": lambda: prefed.FederatedData(
+        [Subset(Rows(), part.tolist()) for part in PARTS], test=Rows()
+    ),
+    "one Dataset and parts": lambda: prefed.FederatedData(Rows(), parts=PARTS, test=Rows()),
+    "Hugging Face": lambda: prefed.FederatedData(
+        [hugging_face().select(part) for part in PARTS], test=hugging_face(), **COLUMNS
+    ),
+    "Hugging Face as torch": lambda: prefed.FederatedData(
+        [hugging_face().with_format("torch").select(part) for part in PARTS],
+        test=hugging_face().with_format("numpy"),
+        **COLUMNS,
+    ),
+    "one of Hugging Face and parts": lambda: prefed.FederatedData(
+        hugging_face(), parts=[part.tolist() for part in PARTS], test=hugging_face(), **COLUMNS
+    ),
+    "partitioner": lambda: prefed.FederatedData(natural(), test=hugging_face(), **COLUMNS),
+    "partitions": lambda: prefed.FederatedData(
+        [natural().load_partition(c) for c in range(6)], test=hugging_face(), **COLUMNS
+    ),
+}
+
+
+def train(data: prefed.FederatedData, **settings: Any) -> prefed.Result:
+    settings = {"rounds": 3, "local_steps": 3, "batch_size": 4, "clients_per_round": 4} | settings
+    algorithm = prefed.PreFed(client_lr=0.01)
+    model = tiny_model(dtype=torch.float32)
+    return prefed.simulate(algorithm, model, data, device="cpu", weighting="samples", **settings)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("batch", [4, None])
+def test_the_bits_of_tensors(source: str, engine: str, batch: int | None) -> None:
+    tensors = prefed.FederatedData([(X[part], Y[part]) for part in PARTS], test=(X, Y))
+    expected = train(tensors, engine=engine, batch_size=batch)
+    found = train(SOURCES[source](), engine=engine, batch_size=batch)
+    assert torch.equal(found.weights, expected.weights)
+    for ours, theirs in zip(found.history, expected.history, strict=True):
+        assert {**ours, "seconds": 0} == {**theirs, "seconds": 0}
+
+
+def test_threads_read_one_after_another() -> None:
+    one = train(SOURCES["Subset"](), engine="sequential", workers=1)
+    two = train(SOURCES["Subset"](), engine="sequential", workers=3)
+    assert torch.equal(one.weights, two.weights)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_nothing_is_read_that_is_not_used(engine: str) -> None:
+    whole = Rows()
+    data = prefed.FederatedData(whole, parts=PARTS)
+    assert whole.read == []
+    settings = prefed.Settings(
+        rounds=1, local_steps=1, batch_size=3, clients_per_round=2, engine=engine, device="cpu"
+    )
+    run = prefed.Run(prefed.FedAvg(), tiny_model(dtype=torch.float32), data, settings)
+    run.prepare()
+    assert {*whole.read} <= {*PARTS[0].tolist()}  # the model is tried on the first client
+    whole.read.clear()
+    cohort = run.run_round()["cohort"]
+    theirs = {int(n) for client in cohort for n in PARTS[client]}
+    assert {*whole.read} <= theirs
+    assert 2 <= len(whole.read) == len({*whole.read}) <= 2 * 3  # each of a batch once
+
+
+def pixels(shape: tuple[int, ...]) -> Any:
+    return rng.integers(0, 256, shape, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "1", "P", "RGBA"])
+def test_images_are_channels_first_from_0_to_1(mode: str) -> None:
+    pictures = [Image.fromarray(pixels((6, 5, 3))).convert(mode) for _ in range(4)]
+    features = datasets.Features(img=datasets.Image(), label=datasets.Value("int64"))
+    table = {"img": pictures, "label": [0, 1, 2, 3]}
+    data = prefed.FederatedData(
+        [datasets.Dataset.from_dict(table, features=features)], x="img", y="label"
+    )
+    x, y = data.client(0).take(torch.tensor([2, 0, 2]))
+    assert y.tolist() == [2, 0, 2]
+    shown = [pictures[n].convert({"1": "L", "P": "RGB"}.get(mode, mode)) for n in (2, 0, 2)]
+    by_hand = np.stack([np.asarray(p).reshape(6, 5, -1) for p in shown]).astype(np.float32) / 255
+    assert x.shape == (3, by_hand.shape[3], 6, 5)
+    np.testing.assert_array_equal(x.numpy(), by_hand.transpose(0, 3, 1, 2))
+
+
+def test_arrays_of_pixels() -> None:
+    """With the channels last they are images; all else stays what it is."""
+    images = pixels((4, 6, 5, 3))
+    x, _ = prefed.FederatedData([Rows(images, Y)]).client(0).take(torch.arange(2))
+    np.testing.assert_array_equal(
+        x.numpy(), images[:2].transpose(0, 3, 1, 2).astype(np.float32) / 255
+    )
+    first = images.transpose(0, 3, 1, 2)
+    x, _ = prefed.FederatedData([Rows(first, Y)]).client(0).take(torch.arange(2))
+    assert x.dtype == torch.uint8
+    np.testing.assert_array_equal(x.numpy(), first[:2])
+
+
+def test_a_model_of_images() -> None:
+    images = [Image.fromarray(pixels((8, 8, 3))) for _ in range(12)]
+    data = prefed.FederatedData(
+        Rows(images, [n % 2 for n in range(12)]),
+        parts=[range(6), range(6, 12)],
+        transform=lambda x: (x - 0.5) / 0.25,
+    )
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.LazyLinear(2)
+    )
+    model(torch.zeros(1, 3, 8, 8))
+    result = prefed.simulate(
+        prefed.FedAvg(client_lr=0.1), model, data, rounds=20, local_steps=2, batch_size=None
+    )
+    assert result.history[-1]["train_loss"] < 0.7 * result.history[0]["train_loss"]
+
+
+def test_columns_of_a_table() -> None:
+    table = datasets.Dataset.from_dict(
+        {"age": [1.5, 2, 3], "height": [4, 5, 6], "tall": [True, False, True]}
+    )
+    x, y = prefed.FederatedData([table], x=["age", "height"], y="tall").client(0).all()
+    assert x.tolist() == [[1.5, 4], [2, 5], [3, 6]]
+    assert x.dtype == torch.float32
+    assert y.tolist() == [1, 0, 1]
+    assert y.dtype == torch.int64
+
+
+def test_collate_pads_tokens() -> None:
+    """Sequences of any length, with targets that a loss of one's own leaves out."""
+    texts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 1]]
+
+    def pad(rows: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.zeros(len(rows), 5, dtype=torch.int64)
+        y = torch.full((len(rows), 5), -100)
+        for n, row in enumerate(rows):
+            tokens = torch.tensor(row["tokens"])
+            x[n, : len(tokens)] = tokens
+            y[n, : len(tokens) - 1] = tokens[1:]
+        return x, y
+
+    data = prefed.FederatedData(
+        datasets.Dataset.from_dict({"tokens": texts}), parts=[[0, 1], [2, 3]], collate=pad
+    )
+    x, y = data.client(1).take(torch.tensor([1, 0]))
+    assert x.tolist() == [[7, 8, 9, 1, 0], [5, 6, 0, 0, 0]]
+    assert y.tolist() == [[8, 9, 1, -100, -100], [6, -100, -100, -100, -100]]
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(zip(X, Y, strict=True))
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "one data set": (
+        lambda: prefed.FederatedData(hugging_face()), "clients: this is one data set; give a list"
+    ),
+    "a stream": (
+        lambda: prefed.FederatedData([Endless()]).client(0),
+        "clients[0]: should be a pair (x, y) of arrays, or a data set with len()",
+    ),
+    "no len": (lambda: prefed.FederatedData(iter([(X, Y)])), "has no len(); give a list"),
+    "columns": (
+        lambda: prefed.FederatedData([hugging_face()], test=hugging_face()),
+        "x: the samples have no column 'x', only 'features', 'label'; say which",
+    ),
+    "misspelt": (
+        lambda: prefed.FederatedData([hugging_face()], x="features", y="lable").client(0).all(),
+        "y: the samples have no column 'lable'",
+    ),
+    "lengths": (
+        lambda: prefed.FederatedData([Rows([[1, 2], [3]], [0, 1])]).client(0).all(),
+        "x: samples have shapes (1,) and (2,); bring them to one shape",
+    ),
+    "text": (
+        lambda: prefed.FederatedData([Rows(["a", "b"], [0, 1])]).client(0).all(),
+        "x: is of type str, which does not become one array",
+    ),
+    "x alone": (
+        lambda: prefed.FederatedData([[[1.0], [2.0], [3.0]]]).client(0), "clients[0]: should be a"
+    ),
+    "triples": (
+        lambda: prefed.FederatedData([TensorDataset(X, X, Y)]).client(0).all(),
+        "a sample should be a pair (x, y) or a dict, not tuple",
+    ),
+    "parts": (
+        lambda: prefed.FederatedData(Rows(), parts=[[0, 1], [2, 48]]),
+        "parts: sample numbers reach from 0 to 48, but there are 48 samples",
+    ),
+    "no parts": (lambda: prefed.FederatedData(Rows(), parts=[]), "parts: there is no client"),
+    "an empty client": (
+        lambda: train(prefed.FederatedData(Rows(), parts=[[0, 1], []]), clients_per_round=2),
+        "clients[1]: it has no samples",
+    ),
+    "an empty data set": (
+        lambda: train(prefed.FederatedData([Rows(), Rows([], [])]), clients_per_round=2),
+        "clients[1]: it has no samples",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_said(what: str) -> None:
+    make, text = WRONG[what]
+    with pytest.raises(prefed.PrefedError) as error:
+        make()
+    assert text in str(error.value)
+
+
+def test_random_split_of_torch() -> None:
+    parts = random_split(Rows(), [20, 28], torch.Generator().manual_seed(0))
+    data = prefed.FederatedData(parts)
+    assert [len(data.client(c)) for c in range(2)] == [20, 28]
+    x, _ = data.client(1).take(torch.tensor([5]))
+    assert torch.equal(x[0], X[parts[1].indices[5]])
