@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from prefed.cli.options import Changes, Source
+from prefed.cli.options import Changes, Command, Source
 
 commands = typer.Typer(help="Data sets: list, download, check and look at splits.")
 Root = Annotated[
@@ -13,7 +13,7 @@ Root = Annotated[
 ]
 
 
-@commands.command()
+@commands.command(cls=Command)
 def ls() -> None:
     """List the data sets and where each comes from."""
     import inspect
@@ -27,7 +27,7 @@ def ls() -> None:
         print(f"{name}\n    {text}{source}")
 
 
-@commands.command()
+@commands.command(cls=Command)
 def get(name: Annotated[str, typer.Argument(help="a data set")], path: Root = None) -> None:
     """Download a data set from its official address, verify and unpack it."""
     from rich.console import Console
@@ -62,9 +62,9 @@ def get(name: Annotated[str, typer.Argument(help="a data set")], path: Root = No
     print(f"{folder}: {summary(DATASETS.get(name)(path=str(folder)))}")
 
 
-@commands.command()
-def check(folder: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
-    """Say which data sets are in a directory, and what is wrong with them."""
+@commands.command(cls=Command)
+def check(folder: Annotated[Path, typer.Argument(metavar="DIR|FILE.npz")]) -> None:
+    """Say which data sets are in a directory or an .npz file, and what is wrong with them."""
     from prefed.data.describe import check as look
 
     found = look(folder)
@@ -76,7 +76,7 @@ def check(folder: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
         raise typer.Exit(1)
 
 
-@commands.command()
+@commands.command(cls=Command)
 def show(
     config: Source,
     set: Changes = [],

@@ -123,10 +123,17 @@ class FederatedData:
     def client(self, number: int) -> Samples:
         return _samples(self.clients[number], f"clients[{number}]")
 
-    def check(self, classes: int | None) -> None:
-        """Raise for what would go wrong later. Clients made on demand are checked on demand."""
+    def check(
+        self, classes: int | None, ignored: int | None = None, targets: bool = True
+    ) -> None:
+        """Raise for what would go wrong later. Clients made on demand are checked on demand.
+
+        classes   how many there are, if y is to hold labels
+        ignored   a label that stands for no class
+        targets   whether y is looked at
+        """
         for where, samples in self._checkable():
-            _check(where, samples, classes)
+            _check(where, samples, classes, ignored, targets)
         kinds = {(s.x.dtype, s.y.dtype) for _, s in self._checkable()}
         if len(kinds) > 1:
             found = " and ".join(sorted(f"({x}, {y})" for x, y in kinds))
@@ -158,15 +165,19 @@ def _samples(item: Any, where: str) -> Samples:
     return samples
 
 
-def _check(where: str, samples: Samples, classes: int | None) -> None:
+def _check(
+    where: str, samples: Samples, classes: int | None, ignored: int | None, targets: bool
+) -> None:
     x, y = samples.x, samples.y
     if len(samples) == 0:
         raise PrefedError(f"{where}: it has no samples")
-    for name, values in (("x", x), ("y", y)):
+    for name, values in (("x", x), ("y", y)) if targets else (("x", x),):
         if values.dtype.is_floating_point and not bool(torch.isfinite(values).all()):
             raise PrefedError(f"{where}: {name} has values that are not finite (NaN or infinity)")
-    if classes is not None and are_labels(y):
-        low, high = int(y.min()), int(y.max())
+    if classes is not None and targets and are_labels(y):
+        if ignored is not None:
+            y = y[y != ignored]
+        low, high = (int(y.min()), int(y.max())) if y.numel() else (0, 0)
         if low < 0 or high >= classes:
             raise PrefedError(
                 f"{where}: labels reach from {low} to {high}, "

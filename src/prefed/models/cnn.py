@@ -3,7 +3,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from prefed.models import MODELS
+from prefed.models import MODELS, image_shape
 
 
 @MODELS.register("cnn")
@@ -15,7 +15,7 @@ def cnn(
     kernel: int = 3,
 ) -> nn.Module:
     """Convolutions, each with ReLU and 2 x 2 max-pooling, then one hidden layer."""
-    depth, height, width = inputs
+    depth, height, width = image_shape(inputs)
     layers: list[nn.Module] = []
     for a, b in pairwise([depth, *channels]):
         layers += [nn.Conv2d(a, b, kernel, padding=kernel // 2), nn.ReLU(), nn.MaxPool2d(2)]

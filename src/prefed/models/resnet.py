@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from prefed.models import MODELS
+from prefed.models import MODELS, image_shape
 
 Norm = Literal["group", "batch"]
 
@@ -17,7 +17,7 @@ def resnet8(
     inputs: Sequence[int], classes: int, width: int = 16, norm: Norm = "group", groups: int = 2
 ) -> nn.Module:
     """Three stages of one block, widths 16, 32, 64 (times width / 16)."""
-    return ResNet(inputs[0], classes, (1, 1, 1), width, norm, groups)
+    return ResNet(image_shape(inputs)[0], classes, (1, 1, 1), width, norm, groups)
 
 
 @MODELS.register("resnet20")
@@ -25,7 +25,7 @@ def resnet20(
     inputs: Sequence[int], classes: int, width: int = 16, norm: Norm = "group", groups: int = 2
 ) -> nn.Module:
     """Three stages of three blocks, widths 16, 32, 64 (times width / 16)."""
-    return ResNet(inputs[0], classes, (3, 3, 3), width, norm, groups)
+    return ResNet(image_shape(inputs)[0], classes, (3, 3, 3), width, norm, groups)
 
 
 @MODELS.register("resnet18")
@@ -33,7 +33,7 @@ def resnet18(
     inputs: Sequence[int], classes: int, width: int = 64, norm: Norm = "group", groups: int = 2
 ) -> nn.Module:
     """Four stages of two blocks, widths 64 to 512 (times width / 64)."""
-    return ResNet(inputs[0], classes, (2, 2, 2, 2), width, norm, groups)
+    return ResNet(image_shape(inputs)[0], classes, (2, 2, 2, 2), width, norm, groups)
 
 
 @MODELS.register("resnet34")
@@ -41,7 +41,7 @@ def resnet34(
     inputs: Sequence[int], classes: int, width: int = 64, norm: Norm = "group", groups: int = 2
 ) -> nn.Module:
     """Four stages of 3, 4, 6 and 3 blocks, widths 64 to 512 (times width / 64)."""
-    return ResNet(inputs[0], classes, (3, 4, 6, 3), width, norm, groups)
+    return ResNet(image_shape(inputs)[0], classes, (3, 4, 6, 3), width, norm, groups)
 
 
 class ResNet(nn.Module):

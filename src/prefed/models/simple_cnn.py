@@ -3,7 +3,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from prefed.core.errors import PrefedError
-from prefed.models import MODELS
+from prefed.models import MODELS, image_shape
 
 
 @MODELS.register("simple-cnn")
@@ -14,7 +14,7 @@ def simple_cnn(
     hidden: Sequence[int] = (120, 84),
 ) -> nn.Module:
     """LeNet-like, as in NIID-Bench: two 5 x 5 convolutions with pooling, two hidden layers."""
-    depth, height, width = inputs
+    depth, height, width = image_shape(inputs)
     if len(channels) != 2 or min(height, width) < 16:
         raise PrefedError("model: simple-cnn has two convolutions and needs 16 x 16 pixels or more")
     first, second = channels
