@@ -39,8 +39,8 @@ class Command(TyperCommand):
             options = [name.lstrip("-") for parameter in self.params for name in parameter.opts]
             near = get_close_matches(key, [*options, *_keys()], n=1, cutoff=0.75)
             if "set" not in options or not near or near[0] in options:
-                error.possibilities = [f"--{near[0]}"] if near and near[0] in options else None
-                raise
+                possible = [f"--{name}" for name in near if name in options]
+                raise click.NoSuchOption(error.option_name, None, possible, ctx) from None
             at = next(i for i, word in enumerate(given) if word.startswith(error.option_name))
             value = given[at].partition("=")[2] or (given[at + 1 : at + 2] or ["VALUE"])[0]
             text = f"No such option '{error.option_name}': write --set {near[0]}={value}"

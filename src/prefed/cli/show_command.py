@@ -10,8 +10,7 @@ from prefed.cli.options import Changes, Source
 
 def ls() -> None:
     """List presets, studies, algorithms, models, data sets, splits, engines, codecs and losses."""
-    from prefed import ALGORITHMS, CODECS, DATASETS, ENGINES, MODELS, SPLITS
-    from prefed.core.losses import LOSSES
+    from prefed import ALGORITHMS, CODECS, DATASETS, ENGINES, LOSSES, MODELS, SPLITS
     from prefed.experiments.config import presets
     from prefed.experiments.study import studies
 
@@ -45,7 +44,9 @@ def cat(
         return
     found = [registry for registry in kinds if name in registry.names()]
     for registry in found:
-        print(f"{registry.kind} {name}\n\n{_described(registry.get(name), kinds[registry])}", end="")
+        print(
+            f"{registry.kind} {name}\n\n{_described(registry.get(name), kinds[registry])}", end=""
+        )
     if not found and name in studies():
         print(find(name).read_text(), end="")
     elif not found:
@@ -55,8 +56,7 @@ def cat(
 
 def _kinds() -> dict[Any, tuple[str, ...]]:
     """What can be named, and which parameters are no options since they are handed over."""
-    from prefed import ALGORITHMS, CODECS, DATASETS, ENGINES, MODELS, SPLITS
-    from prefed.core.losses import LOSSES
+    from prefed import ALGORITHMS, CODECS, DATASETS, ENGINES, LOSSES, MODELS, SPLITS
     from prefed.data.dataset import GIVEN_TO_SPLITS
 
     return {

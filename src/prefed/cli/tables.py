@@ -11,14 +11,14 @@ from prefed.experiments.measures import measure
 from prefed.experiments.ranking import Group, headings
 from prefed.experiments.sweep import Scored
 
-
 NARROWEST = 12
 """A column of text is not folded to less."""
 
 
 def table(headings: Iterable[str], rows: Iterable[Sequence[str]], title: str = "") -> Table:
     """A table whose columns of numbers are aligned to the right."""
-    view = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title or None, title_justify="left")
+    view = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    view.collapse_padding = True
     cells = list(rows)
     for number, heading in enumerate(headings):
         numbers = all(row[number][:1] in "-+0123456789" for row in cells)

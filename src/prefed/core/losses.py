@@ -109,9 +109,7 @@ def ignored_label(loss: Callable[..., Tensor]) -> int | None:
     return loss.keywords.get("ignore_index") if isinstance(loss, partial) else None
 
 
-def count_correct(
-    loss: Callable[..., Tensor], output: Tensor, y: Tensor
-) -> tuple[int, int] | None:
+def count_correct(loss: Callable[..., Tensor], output: Tensor, y: Tensor) -> tuple[int, int] | None:
     """How many targets the output is right about, and of how many; None if targets are no labels,
     or if it cannot be known: an output (N, T, C) of a loss of the user's fits y (N, T) in two ways
     if T is C. A label below 0 is of no class."""

@@ -57,8 +57,8 @@ class Dataset:
         count = self.classes or int(self.y.max()) + 1
         if count > MOST_CLASSES:
             raise PrefedError(
-                f"y: the label {count - 1} is too large, since labels number the classes 0, 1, ...; "
-                f"numpy.unique(y, return_inverse=True)[1] numbers them so"
+                f"y: the label {count - 1} is too large: labels number the classes 0, 1, ..., as "
+                f"numpy.unique(y, return_inverse=True)[1] does"
             )
         return count
 

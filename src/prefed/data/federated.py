@@ -123,9 +123,7 @@ class FederatedData:
     def client(self, number: int) -> Samples:
         return _samples(self.clients[number], f"clients[{number}]")
 
-    def check(
-        self, classes: int | None, ignored: int | None = None, targets: bool = True
-    ) -> None:
+    def check(self, classes: int | None, ignored: int | None = None, targets: bool = True) -> None:
         """Raise for what would go wrong later. Clients made on demand are checked on demand.
 
         classes   how many there are, if y is to hold labels

@@ -303,8 +303,8 @@ def _check_parts(table: dict[str, Any]) -> list[str]:
         except PrefedError as error:
             errors.append(f"{'.'.join(path)}.name: {error}")
             continue
-        given = given_to(thing) if registry is LOSSES else given
-        model = thing if registry is ALGORITHMS else options_model(thing, given)
+        no_options = given_to(thing) if registry is LOSSES else given
+        model = thing if registry is ALGORITHMS else options_model(thing, no_options)
         try:
             model(**options)
         except ValidationError as error:

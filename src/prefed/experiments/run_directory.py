@@ -243,8 +243,10 @@ def _about_rounds(differences: list[str], resume: bool) -> list[str]:
     if differences[0].startswith("  rounds: ") and len(differences) == 1:
         return ["with --resume a run can be given more rounds; it cannot be given fewer"]
     if resume and all(".rounds: " in line for line in differences):
-        kept = [line.strip().replace(": ", "=").partition(" there")[0] for line in differences]
-        options = " ".join(f"--set {key}" for key in kept)
+        parts = [
+            line.strip().removeprefix("algorithm.").partition(" there") for line in differences
+        ]
+        options = " ".join(f"--set {part[0].replace(': ', '=')}" for part in parts)
         return [f"its step sizes fall over a number of rounds: to keep that add {options}"]
     return []
 

@@ -15,7 +15,7 @@ def image_shape(inputs: Sequence[int]) -> tuple[int, int, int]:
     if len(inputs) != 3:
         raise PrefedError(f"it needs images (channels, height, width), not x of {tuple(inputs)}")
     first, second, last = inputs
-    if first > 4 and (last in (3, 4) and second > 4 or last == 1 and first == second):
+    if first > 4 and ((last in (3, 4) and second > 4) or (last == 1 and first == second)):
         raise PrefedError(
             f"x looks like images with the channels last, {tuple(inputs)}: they come first, "
             f"x.transpose(0, 3, 1, 2) in NumPy"

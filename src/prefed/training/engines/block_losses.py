@@ -23,8 +23,9 @@ def losses_of(task: Task) -> Losses:
     if (forward := linear_chains.plan(task.flat.module)) is None:
         return by_vmap(task)
     prepare = vmap(task.transform) if task.transform else (lambda x: x)
-    fast: dict[Loss, Loss] = dict.fromkeys(WITH_CLASSES, _cross_entropy) | {by_targets: _by_targets}
-    loss = fast.get(task.loss) or vmap(task.loss)
+    loss: Loss = vmap(task.loss)
+    if task.loss in WITH_CLASSES:
+        loss = _by_targets if task.loss is by_targets else _cross_entropy
     return lambda weights, buffers, x, y, keys: loss(forward(weights, prepare(x), keys), y)
 
 

@@ -38,12 +38,12 @@ ENGINES: Registry[Callable[[Task, FederatedData, Settings], Engine]] = Registry(
 
 def check_engine(name: str) -> None:
     """Raise if no engine has that name."""
-    known = [*ENGINES.names(), "auto"]
-    if ":" in name and ENGINES.get(name) or name in known:
-        return
-    if name in ("gpu", "cuda", "mps"):
+    if ":" in name:
+        ENGINES.get(name)
+    elif name in ("gpu", "cuda", "mps"):
         raise PrefedError(f"engine: {name!r} is no engine; a GPU is a device: set device=cuda")
-    raise PrefedError(f"engine: unknown engine {name!r}{did_you_mean(name, known)}")
+    elif name not in (known := [*ENGINES.names(), "auto"]):
+        raise PrefedError(f"engine: unknown engine {name!r}{did_you_mean(name, known)}")
 
 
 def train_block(
