@@ -7,6 +7,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def save(folder: Path, x: tuple[int, ...], y: np.ndarray) -> None:  # type: ignore[type-arg]
+def save(folder: Path, x: tuple[int, ...], y: Any) -> None:
     np.savez(folder / "own.npz", x=np.random.default_rng(0).normal(size=(len(y), *x)), y=y)
 
 
@@ -50,6 +51,16 @@ def refused(done: Done) -> str:
 def test_version(tmp_path: Path) -> None:
     done = prefed_here("--version", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, f"prefed {prefed.__version__}\n")
+
+
+def test_help_says_what_arguments_are_and_fills_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
+    lines = prefed_here("run", "--help", cwd=tmp_path).stdout.splitlines()
+    assert any("a TOML file or a preset" in line for line in lines)
+    assert not any(line.strip() == "torchrun" for line in lines)
+    assert "directories with runs" in prefed_here("report", "--help", cwd=tmp_path).stdout
 
 
 @pytest.mark.parametrize(

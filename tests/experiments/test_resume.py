@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import prefed
+from prefed.core import safe_files
 from prefed.core.errors import CannotWrite
 from prefed.experiments import checkpoints, run_directory
 from prefed.experiments.checkpoints import CheckpointWarning
@@ -263,7 +264,7 @@ def test_a_kill_while_more_rounds_are_given(
     short, longer = small("prefed"), small("prefed", "rounds=7")
     execute(longer, tmp_path / "whole")
     execute(short, tmp_path / "run")
-    changes, write, unlink = 0, run_directory.write_whole, Path.unlink
+    changes, write, unlink = 0, safe_files.write_whole, Path.unlink
 
     def die_before(change: Any) -> Any:
         def instead(*given: Any, **more: Any) -> Any:

@@ -63,7 +63,9 @@ def get(name: Annotated[str, typer.Argument(help="a data set")], path: Root = No
 
 
 @commands.command(cls=Command)
-def check(folder: Annotated[Path, typer.Argument(metavar="DIR|FILE.npz")]) -> None:
+def check(
+    folder: Annotated[Path, typer.Argument(metavar="DIR|FILE.npz", help="where data files are")],
+) -> None:
     """Say which data sets are in a directory or an .npz file, and what is wrong with them."""
     from prefed.data.describe import check as look
 

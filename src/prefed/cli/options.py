@@ -1,13 +1,15 @@
 """Options that several commands have."""
 
+import inspect
+import re
 from datetime import datetime
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_type_hints
 
 import click
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperArgument, TyperCommand
 
 Source = Annotated[str, typer.Argument(metavar="CONFIG|PRESET", help="a TOML file or a preset")]
 Changes = Annotated[
@@ -29,6 +31,15 @@ Workers = Annotated[
 class Command(TyperCommand):
     """A command that knows what to say of `--rounds 5`: settings and options of the algorithm are
     changed with --set."""
+
+    def __init__(self, name: str | None, **options: Any) -> None:
+        super().__init__(name, **options)
+        self.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(self.help or ""))
+        hints = get_type_hints(self.callback, include_extras=True)
+        for parameter in self.params:
+            if isinstance(parameter, TyperArgument) and parameter.help is None:
+                about = get_args(hints.get(parameter.name or ""))[-1]
+                parameter.help = about.help  # click 8.5 forgets it
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given = list(args)
