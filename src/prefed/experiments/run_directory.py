@@ -103,9 +103,9 @@ class RunDirectory(Callback):
         is_new, text = not existing.exists(), tomli_w.dumps(config.to_dict())
         if not is_new:
             there, here = read_config(folder), config.to_dict()
-            if isinstance(rounds := there.get("rounds"), int) and resume and rounds < config.rounds:
-                there["rounds"] = config.rounds  # it may go on for longer
-            if differences := diff(there, here):
+            differences, rounds = diff(there, here), there.get("rounds")
+            longer = resume and isinstance(rounds, int) and rounds < config.rounds
+            if differences and not (longer and len(differences) == 1):
                 raise PrefedError(
                     f"{folder}: holds a run of another config; choose another directory\n"
                     + "\n".join(differences + _about_rounds(differences, resume))
@@ -242,10 +242,9 @@ def _about_rounds(differences: list[str], resume: bool) -> list[str]:
     """More about a run that differs in nothing but a number of rounds."""
     if differences[0].startswith("  rounds: ") and len(differences) == 1:
         return ["with --resume a run can be given more rounds; it cannot be given fewer"]
-    if resume and all(".rounds: " in line for line in differences):
-        parts = [
-            line.strip().removeprefix("algorithm.").partition(" there") for line in differences
-        ]
+    falls = [line.strip() for line in differences if ".rounds: " in line]
+    if resume and len(falls) == len(differences) - 1 and differences[-1].startswith("  rounds: "):
+        parts = [line.removeprefix("algorithm.").partition(" there") for line in falls]
         options = " ".join(f"--set {part[0].replace(': ', '=')}" for part in parts)
         return [f"its step sizes fall over a number of rounds: to keep that add {options}"]
     return []

@@ -249,6 +249,7 @@ def _try(rule: Rule, layout: Layout, weights: Tensor, lr: float, steps: int) -> 
     """A rule's steps must change the weights and the state that they are given: with new tensors
     in their place nothing would be trained. The weights may be too large for a small step to be
     seen, so zeros are tried as well."""
+    lr = min(lr or 1e-3, 1.0)  # what is too large is told elsewhere
     name, clients = type(rule).__name__, len(weights) if weights.dim() == 2 else None
     for start in (weights, torch.zeros_like(weights)):
         w = start.clone()
@@ -259,7 +260,7 @@ def _try(rule: Rule, layout: Layout, weights: Tensor, lr: float, steps: int) -> 
             g = torch.full_like(w, 0.5)
             if rule.lockstep:
                 state["mean"] = g[0].clone()
-            rule.step(w, g, state, lr or 1e-3, k)
+            rule.step(w, g, state, lr, k)
             if not torch.equal(w, start):
                 break
         replaced = [n for n, value in given.items() if state.get(n) is not value]
@@ -268,7 +269,7 @@ def _try(rule: Rule, layout: Layout, weights: Tensor, lr: float, steps: int) -> 
                 f"{name}.step: it puts another tensor into state[{replaced[0]!r}]; a rule changes "
                 f"its state in place, as state[{replaced[0]!r}].mul_(beta).add_(g) does"
             )
-        rule.finish(w, state, lr or 1e-3, k + 1)
+        rule.finish(w, state, lr, k + 1)
         if not torch.equal(w, start):
             return
     raise PrefedError(
