@@ -15,6 +15,7 @@ from prefed.algorithms.scaffold import SCAFFOLD
 from prefed.codecs import CODECS
 from prefed.core import schedule
 from prefed.core.errors import Diverged, Interrupted, PrefedError
+from prefed.core.losses import LOSSES
 from prefed.core.schedule import Rate
 from prefed.data import DATASETS, SPLITS, FederatedData, Partition
 from prefed.experiments.stored_runs import load_runs, to_pandas
@@ -27,10 +28,10 @@ from prefed.training.run import Result, Run, Simulation, simulate
 from prefed.training.settings import Settings
 
 __all__ = [
-    "ALGORITHMS", "CODECS", "DATASETS", "ENGINES", "MODELS", "SCAFFOLD", "SPLITS", "AdaAlter",
-    "Algorithm", "Callback", "CollapseWarning", "Diverged", "EngineWarning", "FedAdagrad",
-    "FedAdam", "FedAvg", "FedAvgM", "FedProx", "FedYogi", "FederatedData", "Field", "Interrupted",
-    "LocalAdam", "Partition", "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync", "PrefedError",
-    "Rate", "Result", "Rule", "Run", "Settings", "Simulation", "average", "derived", "keep",
-    "load_runs", "optim", "reset", "schedule", "simulate", "to_pandas",
+    "ALGORITHMS", "CODECS", "DATASETS", "ENGINES", "LOSSES", "MODELS", "SCAFFOLD", "SPLITS",
+    "AdaAlter", "Algorithm", "Callback", "CollapseWarning", "Diverged", "EngineWarning",
+    "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedProx", "FedYogi", "FederatedData", "Field",
+    "Interrupted", "LocalAdam", "Partition", "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync",
+    "PrefedError", "Rate", "Result", "Rule", "Run", "Settings", "Simulation", "average", "derived",
+    "keep", "load_runs", "optim", "reset", "schedule", "simulate", "to_pandas",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,11 +17,13 @@ import pytest
 import torch
 
 import prefed
+from prefed.core import safe_files
 from prefed.core.errors import CannotWrite
-from prefed.experiments import run_directory
+from prefed.experiments import checkpoints, run_directory
 from prefed.experiments.checkpoints import CheckpointWarning
 from prefed.experiments.config import load
 from prefed.experiments.run_directory import execute
+from prefed.experiments.stored_runs import load_run
 from tests.helpers.commands import prefed_command
 from tests.helpers.run_folders import StopAfter, fingerprint, small
 
@@ -232,3 +235,75 @@ def test_an_error_in_the_middle_of_a_round_leaves_a_state_to_go_on_from(
     resumed = run_directory.execute(config, tmp_path / "parts", resume=True)
     assert torch.equal(resumed.weights, whole.weights)
     assert fingerprint(tmp_path / "parts") == fingerprint(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("name", "options"), [("prefed", ["momentum=keep"]), ("fedadam", [])])
+@pytest.mark.parametrize("stopped", [None, 2])
+def test_more_rounds_are_those_of_a_longer_run(
+    name: str, options: list[str], stopped: int | None, tmp_path: Path
+) -> None:
+    """Of a run that was finished, and of one that was stopped before."""
+    short, longer = small(name, *options), small(name, *options, "rounds=9")
+    execute(longer, tmp_path / "whole")
+    with contextlib.suppress(prefed.Interrupted):
+        execute(short, tmp_path / "run", stop=StopAfter(stopped or 99))
+    execute(longer, tmp_path / "run", resume=True)
+    assert fingerprint(tmp_path / "run") == fingerprint(tmp_path / "whole")
+    texts = [(tmp_path / n / "config.toml").read_text() for n in ("run", "whole")]
+    assert texts[0] == texts[1]
+    with pytest.raises(prefed.PrefedError, match="it cannot be given fewer"):
+        execute(short, tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_a_kill_while_more_rounds_are_given(
+    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each of the first changes of files: the run goes on with the number of rounds that
+    config.toml has, or with more, and ends in the same bits."""
+    short, longer = small("prefed"), small("prefed", "rounds=7")
+    execute(longer, tmp_path / "whole")
+    execute(short, tmp_path / "run")
+    changes, write, unlink = 0, safe_files.write_whole, Path.unlink
+
+    def die_before(change: Any) -> Any:
+        def instead(*given: Any, **more: Any) -> Any:
+            nonlocal changes
+            if changes == moment:
+                raise KeyboardInterrupt
+            changes += 1
+            return change(*given, **more)
+
+        return instead
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_directory, "write_whole", die_before(write))
+        patch.setattr(checkpoints, "write_whole", die_before(write))
+        patch.setattr(Path, "unlink", die_before(unlink))
+        with pytest.raises(KeyboardInterrupt):
+            execute(longer, tmp_path / "run", resume=True, seconds_between=0)
+    if "rounds = 5" in (tmp_path / "run" / "config.toml").read_text():
+        execute(short, tmp_path / "run", resume=True)
+    execute(longer, tmp_path / "run", resume=True)
+    assert fingerprint(tmp_path / "run") == fingerprint(tmp_path / "whole")
+
+
+def test_a_schedule_over_the_rounds_of_a_run_is_not_stretched(tmp_path: Path) -> None:
+    cosine = 'client_lr={schedule="cosine", start=0.1}'
+    execute(small("fedavg", cosine), tmp_path / "run")
+    before = fingerprint(tmp_path / "run")
+    with pytest.raises(prefed.PrefedError, match=r"add --set client_lr.rounds=5") as told:
+        execute(small("fedavg", cosine, "rounds=7"), tmp_path / "run", resume=True)
+    assert fingerprint(tmp_path / "run") == before
+    kept = small("fedavg", cosine, "rounds=7", str(told.value).rpartition("--set ")[2])
+    execute(kept, tmp_path / "run", resume=True)
+    execute(kept, tmp_path / "whole")
+    assert fingerprint(tmp_path / "run") == fingerprint(tmp_path / "whole")
+
+
+def test_a_run_that_goes_on_is_not_finished(tmp_path: Path) -> None:
+    execute(small("prefed"), tmp_path / "run")
+    with pytest.raises(prefed.Interrupted):
+        execute(small("prefed", "rounds=9"), tmp_path / "run", resume=True, stop=StopAfter(2))
+    stored = load_run(tmp_path / "run")
+    assert (stored.status, len(stored.history), stored.config["rounds"]) == ("interrupted", 7, 9)

@@ -52,7 +52,9 @@ def made_up_runs(folder: Path) -> None:
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     made_up_runs(folder / "runs")
-    figures = write_report(load_runs(folder / "runs"), folder / "report.html", title=HOSTILE)
+    figures = write_report(
+        load_runs(folder / "runs"), folder / "report.html", title=HOSTILE, figures=folder / "report"
+    )
     assert {path.suffix for path in figures} == {".pdf", ".png"}
     assert all(path.stat().st_size > 5000 for path in figures)
     return folder / "report.html"

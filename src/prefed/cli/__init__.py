@@ -2,13 +2,16 @@
 
 import signal
 import sys
+from typing import Annotated
 
 import typer
 
+from prefed import __version__
 from prefed.cli import data_command, theory_command
 from prefed.cli.bench_command import bench
 from prefed.cli.compare_command import compare
 from prefed.cli.deploy_command import deploy
+from prefed.cli.options import Command
 from prefed.cli.report_command import report, runs
 from prefed.cli.run_command import run
 from prefed.cli.show_command import cat, ls, validate
@@ -16,16 +19,31 @@ from prefed.cli.study_command import study
 from prefed.cli.sweep_command import sweep
 
 app = typer.Typer(
-    help="Adaptive and preconditioned federated optimisation.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
 for command in (run, compare, sweep, study, report, runs, ls, cat, validate, deploy, bench):
-    app.command()(command)
+    app.command(cls=Command)(command)
 for name, group in (("data", data_command), ("theory", theory_command)):
     app.add_typer(group.commands, name=name, no_args_is_help=True)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"prefed {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_version, help="print it and exit"),
+    ] = False,
+) -> None:
+    """Adaptive and preconditioned federated optimisation."""
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
+import sys
 from typing import Annotated
 
 import typer
 
-from prefed.cli.options import Changes, Out, Quiet, Source, Track, Workers
+from prefed.cli.options import Changes, Out, Quiet, Source, Track, Workers, told
 
 
 def compare(
@@ -24,11 +25,9 @@ def compare(
     Seeds are paired: each algorithm sees the same split, first weights, cohorts and batches.
     With --out, the same command again goes on where it was stopped.
     """
-    from rich.console import Console
-
     from prefed.cli.live import LiveRuns, new_out, split_names
-    from prefed.cli.tables import ranking
-    from prefed.experiments.config import algorithms_of
+    from prefed.cli.tables import ranking, show
+    from prefed.experiments.config import algorithms_of, tuned_options
     from prefed.experiments.plans import plan_comparison, run_all
     from prefed.experiments.ranking import group
     from prefed.experiments.trackers import Tracking
@@ -37,10 +36,16 @@ def compare(
     names = split_names(algorithms) if algorithms else algorithms_of(config)
     folder = out or new_out("compare", config)
     planned = plan_comparison(config, names, seeds, set, folder)
+    for plan in () if quiet else planned[: len(names)]:
+        if tuned := tuned_options(config, plan.config):
+            print(told(plan.config.algorithm.name, tuned, config), file=sys.stderr)
     tracking = Tracking(track, folder)
     with LiveRuns(len(planned), quiet, folder) as live:
         runs = run_all(planned, workers, live.on_event, tracking)
-    write_report(runs, folder / "report.html", target=target, title=f"{config}: a comparison")
+    write_report(
+        runs, folder / "report.html", target=target, title=f"{config}: a comparison",
+        figures=folder / "report",
+    )  # fmt: skip
     if not quiet:
-        Console().print(ranking(group(runs), target))
+        show(ranking(group(runs), target))
         print(f"report: {folder / 'report.html'}")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from prefed.cli.options import Changes, Source
+from prefed.cli.options import Changes, Command, Source
 
 commands = typer.Typer(help="Data sets: list, download, check and look at splits.")
 Root = Annotated[
@@ -13,7 +13,7 @@ Root = Annotated[
 ]
 
 
-@commands.command()
+@commands.command(cls=Command)
 def ls() -> None:
     """List the data sets, where each comes from, and the splits."""
     import inspect
@@ -31,7 +31,7 @@ def ls() -> None:
         print(f"{name}\n    {text}")
 
 
-@commands.command()
+@commands.command(cls=Command)
 def get(
     name: Annotated[str, typer.Argument(help="a data set")],
     path: Root = None,
@@ -95,9 +95,11 @@ def get(
     print(f"{folder}: {summary(DATASETS.get(name)(path=str(folder)))}")
 
 
-@commands.command()
-def check(folder: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
-    """Say which data sets are in a directory, and what is wrong with them."""
+@commands.command(cls=Command)
+def check(
+    folder: Annotated[Path, typer.Argument(metavar="DIR|FILE.npz", help="where data files are")],
+) -> None:
+    """Say which data sets are in a directory or an .npz file, and what is wrong with them."""
     from prefed.data.describe import check as look
 
     found = look(folder)
@@ -109,7 +111,7 @@ def check(folder: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
         raise typer.Exit(1)
 
 
-@commands.command()
+@commands.command(cls=Command)
 def show(
     config: Source,
     set: Changes = [],

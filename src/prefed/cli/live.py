@@ -24,7 +24,9 @@ class LiveRuns:
         console = Console(stderr=True)
         self.live = None
         if console.is_terminal and not quiet:
-            self.live = Live(console=console, refresh_per_second=6, get_renderable=self._draw)
+            self.live = Live(
+                console=console, refresh_per_second=6, get_renderable=self._draw, transient=True
+            )
 
     def __enter__(self) -> "LiveRuns":
         if self.live:

@@ -102,9 +102,17 @@ class JsonLines(RoundBar):
         print(to_json(record), flush=True)
 
 
+class _Stderr(logging.StreamHandler[Any]):
+    """Writes to what stderr is at the moment: while a bar is drawn, lines go above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def show_log_plainly() -> None:
     """What the library has to tell, such as the engine it chose, as lines of their own."""
-    handler = logging.StreamHandler()
+    handler = _Stderr()
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger = logging.getLogger("prefed")
     logger.addHandler(handler)

@@ -11,39 +11,47 @@ def report(
     output: Annotated[Path, typer.Option("-o", "--output", help="HTML file")] = Path("report.html"),
     target: Annotated[float, typer.Option(min=0, max=1, help="accuracy to count rounds to")] = 0.9,
     title: Annotated[str, typer.Option(help="heading of the report")] = "prefed report",
+    figures: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="also write its figures, as PDF and PNG")
+    ] = None,
 ) -> None:
-    """Write one HTML file that opens offline, and a folder of figures (PDF and PNG) beside it."""
-    from prefed.core.errors import PrefedError
+    """Write one HTML file that opens offline, and with --figures a folder of figures."""
     from prefed.experiments.stored_runs import load_runs
     from prefed.report import write_report
 
     found = load_runs(*folders)
     if not found:
-        raise PrefedError(f"{', '.join(map(str, folders))}: no runs there")
-    figures = write_report(found, output, target=target, title=title)
-    print(f"{len(found)} runs: {output} and {len(figures)} figures in {output.with_suffix('')}")
+        raise no_runs(folders)
+    drawn = write_report(found, output, target=target, title=title, figures=figures)
+    more = f" and {len(drawn)} figures in {figures}" if drawn else ""
+    print(f"{len(found)} {'run' if len(found) == 1 else 'runs'}: {output}{more}")
 
 
 def runs(folders: Folders) -> None:
     """List the runs in directories: status, progress and headline figures."""
-    from rich.console import Console
-    from rich.table import Table
-
+    from prefed.cli.tables import show, table
     from prefed.experiments.measures import measures
     from prefed.experiments.stored_runs import load_runs
 
     found = load_runs(*folders)
+    if not found:
+        raise no_runs(folders)
     shown = measures(found)
     figures = [heading for m in shown for heading in (m.heading, f"best{m.unit}")]
-    view = Table("run", "algorithm", "seed", "status", "rounds", *figures, "MB up")
+    rows = []
     for run in found:
         cells = []
         for m in shown:
             values = m.of(run)
             cells += [m.text(values[-1]), m.text(m.best(values))] if values else ["-", "-"]
-        view.add_row(
-            str(run.folder), run.algorithm, str(run.seed), run.status,
-            f"{len(run.history)}/{run.config['rounds']}", *cells,
-            f"{run.total('bytes_up') / 1e6:.1f}",
-        )  # fmt: skip
-    Console().print(view)
+        progress = f"{len(run.history)}/{run.config['rounds']}"
+        up = f"{run.total('bytes_up') / 1e6:.1f}"
+        about = (str(run.folder), run.algorithm, str(run.seed), run.status)
+        rows.append([*about, progress, *cells, up])
+    show(table(["run", "algorithm", "seed", "status", "rounds", *figures, "MB up"], rows))
+
+
+def no_runs(folders: list[Path]) -> Exception:
+    from prefed.core.errors import PrefedError
+
+    return PrefedError(f"{', '.join(map(str, folders))}: no runs there")

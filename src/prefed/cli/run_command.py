@@ -1,9 +1,10 @@
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from prefed.cli.options import Changes, Out, Quiet, Source, Track, unused
+from prefed.cli.options import Changes, Out, Quiet, Source, Track, told, unused
 
 
 def run(
@@ -23,7 +24,7 @@ def run(
     """
     from prefed.cli.interrupt import StopOnSignal
     from prefed.cli.progress import JsonLines, RoundBar, show_log_plainly, show_warnings_plainly
-    from prefed.experiments.config import load
+    from prefed.experiments.config import load, tuned_options
     from prefed.experiments.measures import describe
     from prefed.experiments.run_directory import execute
     from prefed.experiments.trackers import tracker
@@ -39,6 +40,8 @@ def run(
     with ranks.joined() as speaks:
         if speaks and not quiet:
             show_log_plainly()
+            if tuned := tuned_options(config, loaded):
+                print(told(loaded.algorithm.name, tuned, config), file=sys.stderr)
         with StopOnSignal(quiet=not speaks) as stop:
             result = execute(
                 loaded, folder, resume=resume, callbacks=[progress, *trackers], stop=stop.asked

@@ -34,10 +34,8 @@ def sweep(
     unless set); the test set is looked at once, with the chosen point.
     With --out, the same command again goes on where it was stopped.
     """
-    from rich.console import Console
-
     from prefed.cli.live import LiveRuns, new_out
-    from prefed.cli.tables import points
+    from prefed.cli.tables import points, show
     from prefed.core.errors import PrefedError
     from prefed.core.machine import cores
     from prefed.experiments.measures import measure
@@ -66,10 +64,13 @@ def sweep(
             raise PrefedError("every point diverged: lower the step sizes")
         tested = evaluate_best(config, set, best, seeds, folder, workers, live.on_event, tracking)
     everything = [run for s in scored for run in s.runs]
-    write_report(everything, folder / "report.html", title=f"{config}: a sweep", sweep=scored)
+    write_report(
+        everything, folder / "report.html", title=f"{config}: a sweep", sweep=scored,
+        figures=folder / "report",
+    )  # fmt: skip
     if quiet:
         return
-    Console().print(points(scored))
+    show(points(scored))
     chosen = " ".join(f"--set {key}={value}" for key, value in best.point.items())
     by = measure(tested)
     mean = Group("best", tested, measure=by).mean()

@@ -1,13 +1,47 @@
-"""Tables for the terminal."""
+"""Tables for the terminal, and for pipes, where nothing is folded or cut."""
 
 import math
+from collections.abc import Iterable, Sequence
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from prefed.experiments.measures import measure
 from prefed.experiments.ranking import Group, headings
 from prefed.experiments.sweep import Scored
+
+NARROWEST = 12
+"""A column of text is not folded to less."""
+
+
+def table(headings: Iterable[str], rows: Iterable[Sequence[str]], title: str = "") -> Table:
+    """A table whose columns of numbers are aligned to the right."""
+    view = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    view.collapse_padding = True
+    cells = list(rows)
+    for number, heading in enumerate(headings):
+        numbers = all(row[number][:1] in "-+0123456789" for row in cells)
+        view.add_column(heading, justify="right" if numbers else "left", overflow="fold")
+    for row in cells:
+        view.add_row(*row)
+    return view
+
+
+def show(view: Table) -> None:
+    """Print a table. In a terminal that is too narrow its columns of text are folded, the widest
+    first; numbers never are."""
+    console = Console()
+    terminal, console.width = console.width, 1 << 16
+    width = console.measure(view).maximum
+    texts = [c for c in view.columns if c.justify == "left"]
+    widths = {id(c): max(map(len, map(str, [c.header, *c.cells]))) for c in texts}
+    while console.is_terminal and width > terminal and max(widths.values(), default=0) > NARROWEST:
+        column = max(texts, key=lambda c: widths[id(c)])
+        widths[id(column)] = column.max_width = widths[id(column)] - 1
+        width -= 1
+    console.width = width
+    console.print(view)
 
 
 def ranking(groups: list[Group], target: float) -> Table:
@@ -23,12 +57,12 @@ def ranking(groups: list[Group], target: float) -> Table:
 
 def points(scored: list[Scored], most: int = 20) -> Table:
     """The points of a sweep, best first."""
-    view = Table(*scored[0].point)
     by = measure([run for s in scored for run in s.runs])
-    view.add_column(f"validation {by.name}{by.unit}", justify="right")
+    rows = []
     for s in scored[:most]:
         value = "diverged" if s.score == -math.inf else by.text(by.sign * s.score)
-        view.add_row(*s.point.values(), value)
+        rows.append([*s.point.values(), value])
+    view = table([*scored[0].point, f"validation {by.name}{by.unit}"], rows)
     if len(scored) > most:
         view.caption = f"and {len(scored) - most} more points"
     return view

@@ -2,35 +2,33 @@
 
 import typer
 
-from prefed.cli.options import Changes, Out, Quiet, Source
+from prefed.cli.options import Changes, Command, Out, Quiet, Source
 
 commands = typer.Typer(help="What the paper's theory assumes and claims, measured on a config.")
 
 
-@commands.command()
+@commands.command(cls=Command)
 def constants(config: Source, set: Changes = [], out: Out = None, quiet: Quiet = False) -> None:
     """L, G, both gradient variances and F(w0) - F*, with 95 % intervals."""
     _study("constants", config, set, out, quiet)
 
 
-@commands.command()
+@commands.command(cls=Command)
 def bounds(config: Source, set: Changes = [], out: Out = None, quiet: Quiet = False) -> None:
     """Lemma 1, both theorems and corollaries beside runs of PreFed and PreFedOpt."""
     _study("bounds", config, set, out, quiet)
 
 
-@commands.command()
+@commands.command(cls=Command)
 def noise(config: Source, set: Changes = [], out: Out = None, quiet: Quiet = False) -> None:
     """Eq. (cov), Eq. (covreduced), and how isotropic the noise is behind each preconditioner."""
     _study("noise", config, set, out, quiet)
 
 
 def _study(kind: str, source: str, changes: list[str], out: Out, quiet: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from prefed.cli.live import new_out
     from prefed.cli.progress import WorkBar, show_warnings_plainly
+    from prefed.cli.tables import show, table
     from prefed.experiments.config import load
     from prefed.theory.studies import STUDIES
     from prefed.theory.studies.common import prepare, save
@@ -44,11 +42,7 @@ def _study(kind: str, source: str, changes: list[str], out: Out, quiet: bool) ->
     report = save(folder, f"{source}: {study.title}", found)
     if quiet:
         return
-    console = Console()
     for section in found.sections:
-        for table in section.tables:
-            view = Table(*table.headings, title=section.title, title_justify="left")
-            for row in table.rows:
-                view.add_row(*row)
-            console.print(view)
+        for part in section.tables:
+            show(table(part.headings, part.rows, section.title))
     print(f"report: {report}")

@@ -1,10 +1,33 @@
-"""The loss of a task, where none is given: its targets say which."""
+"""Losses by name, and the one that targets stand for where none is named.
+
+A loss is a function (output, y, **options) -> one number. A config names it: `loss = "bce"`,
+`loss = {name = "cross_entropy", label_smoothing = 0.1}` or `loss = "module:function"`.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy, mse_loss
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
 from prefed.core.errors import PrefedError
+from prefed.core.registry import Registry
+
+LOSSES: Registry[Callable[..., Tensor]] = Registry("loss", "prefed.core")
+
+
+def make_loss(name: str, **options: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of that name with these options."""
+    return partial(LOSSES.get(name), **options) if options else LOSSES.get(name)
+
+
+def given_to(loss: Callable[..., Tensor]) -> list[str]:
+    """What a loss calls its first two parameters: all others are options."""
+    return list(inspect.signature(loss).parameters)[:2]
 
 
 def are_labels(y: Tensor) -> bool:
@@ -17,15 +40,89 @@ def by_targets(output: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(output, y) if are_labels(y) else squared_error(output, y)
 
 
+@LOSSES.register("cross_entropy")
+def cross_entropy(
+    output: Tensor,
+    y: Tensor,
+    label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0,
+    ignore_index: int | None = None,
+) -> Tensor:
+    """Cross-entropy of scores (N, classes, ...) and labels (N, ...).
+
+    label_smoothing  this share of each target is spread evenly over all classes
+    ignore_index     targets with this label count neither in the loss nor in the accuracy; where
+                     all of a batch are such, the loss is 0
+    """
+    smooth = nn.functional.cross_entropy
+    if ignore_index is None:
+        return smooth(output, y, label_smoothing=label_smoothing)
+    total = smooth(
+        output, y, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
+    )
+    return total / (y != ignore_index).sum().clamp(min=1)
+
+
+@LOSSES.register("mse")
 def squared_error(output: Tensor, y: Tensor) -> Tensor:
     """The mean over samples and their numbers, in whatever shape these are. Pixels, which are
     uint8, are compared as value / 255."""
+    given, numbers = _side_by_side("squared error", output, y)
+    return mse_loss(given, numbers / 255 if y.dtype == torch.uint8 else numbers)
+
+
+@LOSSES.register("bce")
+def binary_cross_entropy(output: Tensor, y: Tensor) -> Tensor:
+    """Yes or no: a logit for each y of 0 or 1 (or between), one for each sample or, for targets
+    with several labels, as many as y has."""
+    return binary_cross_entropy_with_logits(*_side_by_side("binary cross-entropy", output, y))
+
+
+def _side_by_side(what: str, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     given, wanted = output.reshape(output.shape[0], -1), y.reshape(y.shape[0], -1)
     if given.shape != wanted.shape:
+        pixels = "; uint8 y are pixels: for labels convert it with y.long()"
         raise PrefedError(
-            f"model, loss: squared error needs as many outputs as targets, but {given.shape[0]} "
+            f"model, loss: {what} needs as many outputs as targets, but {given.shape[0]} "
             f"samples have {given.shape[1]} outputs each and {wanted.shape[0]} targets "
-            f"have {wanted.shape[1]} numbers each"
+            f"have {wanted.shape[1]} numbers each{pixels if y.dtype == torch.uint8 else ''}"
         )
-    numbers = wanted.to(given.dtype)
-    return mse_loss(given, numbers / 255 if y.dtype == torch.uint8 else numbers)
+    return given, wanted.to(given.dtype)
+
+
+# What is known of a loss: of one that is not ours, nothing.
+
+WITH_CLASSES = (by_targets, cross_entropy, nn.functional.cross_entropy)
+"""Labels are the numbers of outputs, which lie in dimension 1."""
+OF_NUMBERS = (squared_error, binary_cross_entropy)
+"""y holds as many numbers as there are outputs."""
+OURS = (*WITH_CLASSES, *OF_NUMBERS)
+
+
+def is_one_of(loss: Callable[..., Tensor], known: tuple[object, ...]) -> bool:
+    return (loss.func if isinstance(loss, partial) else loss) in known
+
+
+def ignored_label(loss: Callable[..., Tensor]) -> int | None:
+    """The label that stands for no class."""
+    if loss is nn.functional.cross_entropy:
+        return -100
+    return loss.keywords.get("ignore_index") if isinstance(loss, partial) else None
+
+
+def count_correct(loss: Callable[..., Tensor], output: Tensor, y: Tensor) -> tuple[int, int] | None:
+    """How many targets the output is right about, and of how many; None if targets are no labels,
+    or if it cannot be known: an output (N, T, C) of a loss of the user's fits y (N, T) in two ways
+    if T is C. A label below 0 is of no class."""
+    if is_one_of(loss, (binary_cross_entropy,)):
+        decided, wanted = _side_by_side("accuracy", output > 0, y)
+        return int((decided == wanted).sum()), wanted.numel()
+    if not are_labels(y) or is_one_of(loss, (squared_error,)) or output.dim() != y.dim() + 1:
+        return None
+    last = output.dim() - 1
+    dims = {1} if is_one_of(loss, WITH_CLASSES) else {1, last}
+    fits = [d for d in dims if (*output.shape[:d], *output.shape[d + 1 :]) == y.shape]
+    if len(fits) != 1 or output.shape[fits[0]] < 2:
+        return None
+    counted = (y >= 0) & (y != ignored) if (ignored := ignored_label(loss)) is not None else y >= 0
+    right = (output.argmax(fits[0]) == y) & counted
+    return int(right.sum()), int(counted.sum())

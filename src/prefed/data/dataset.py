@@ -15,6 +15,8 @@ from prefed.core.losses import are_labels
 from prefed.core.registry import Registry
 from prefed.data.federated import Augment, FederatedData, Partition, Transform
 
+MOST_CLASSES = 1_000_000
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -42,12 +44,23 @@ class Dataset:
     @property
     def outputs(self) -> int:
         """How many the model has to have: one for each class, or for each number of a target."""
-        return self.labels if are_labels(self.wanted) else prod(self.wanted.shape[1:])
+        return self.labels if are_labels(self.wanted) else self.numbers
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers a target has."""
+        return prod(self.wanted.shape[1:])
 
     @property
     def labels(self) -> int:
         """How many classes there are in y, which holds labels."""
-        return self.classes or int(self.y.max()) + 1
+        count = self.classes or int(self.y.max()) + 1
+        if count > MOST_CLASSES:
+            raise PrefedError(
+                f"y: the label {count - 1} is too large: labels number the classes 0, 1, ..., as "
+                f"numpy.unique(y, return_inverse=True)[1] does"
+            )
+        return count
 
     def with_input_as_target(self) -> "Dataset":
         """The same for a model that gives back its input; y is for the split alone."""

@@ -22,9 +22,13 @@ ALIKE = ("fashion-mnist", "kmnist")
 
 
 def check(folder: Path) -> list[tuple[str, str, bool]]:
-    """(what, how it is, whether it is right) for every data set found in a directory."""
+    """(what, how it is, whether it is right) for every data set found in a directory, or for one
+    .npz file."""
+    if folder.is_file() and folder.suffix == ".npz":
+        return [_check_npz(folder)]
     if not folder.is_dir():
-        raise PrefedError(f"{folder}: no such directory")
+        what = "is neither a directory nor an .npz file" if folder.exists() else "is not there"
+        raise PrefedError(f"{folder}: {what}")
     wanted: list[tuple[str, str, dict[str, Any]]] = [
         (name, name, {})
         for name in FILED
@@ -39,14 +43,16 @@ def check(folder: Path) -> list[tuple[str, str, bool]]:
             continue
         except PrefedError as error:
             found.append((title, str(error), False))
-    for path in sorted(folder.glob("*.npz")):
-        try:
-            arrays = read_npz(path)
-            shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
-            found.append((path.name, shapes, "x" in arrays and "y" in arrays))
-        except PrefedError as error:
-            found.append((path.name, str(error), False))
-    return found
+    return found + [_check_npz(path) for path in sorted(folder.glob("*.npz"))]
+
+
+def _check_npz(path: Path) -> tuple[str, str, bool]:
+    try:
+        arrays = read_npz(path)
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+        return path.name, f"{shapes}: {summary(DATASETS.get('npz')(path=str(path)))}", True
+    except PrefedError as error:
+        return path.name, str(error), False
 
 
 def summary(dataset: Dataset) -> str:

@@ -167,11 +167,16 @@ class FederatedData:
     def client(self, number: int) -> Samples:
         return to_samples(self.clients[number], f"clients[{number}]", self._read)
 
-    def check(self, classes: int | None) -> None:
-        """Raise for what would go wrong later. Not for clients that are made or read on
-        demand: that would be now."""
+    def check(self, classes: int | None, ignored: int | None = None, targets: bool = True) -> None:
+        """Raise for what would go wrong later. Not for clients that are made or read on demand:
+        that would be now.
+
+        classes   how many there are, if y is to hold labels
+        ignored   a label that stands for no class
+        targets   whether y is looked at
+        """
         for where, samples in self._checkable():
-            _check(where, samples, classes)
+            _check(where, samples, classes, ignored, targets)
         kinds = {(s.x.dtype, s.y.dtype) for _, s in self._checkable() if not _is_lazy(s)}
         if len(kinds) > 1:
             found = " and ".join(sorted(f"({x}, {y})" for x, y in kinds))
@@ -194,17 +199,21 @@ def _is_lazy(samples: Samples) -> bool:
     return isinstance(samples, LazySamples)
 
 
-def _check(where: str, samples: Samples, classes: int | None) -> None:
+def _check(
+    where: str, samples: Samples, classes: int | None, ignored: int | None, targets: bool
+) -> None:
     if len(samples) == 0:
         raise PrefedError(f"{where}: it has no samples")
     if _is_lazy(samples):
         return
     x, y = samples.x, samples.y
-    for name, values in (("x", x), ("y", y)):
+    for name, values in (("x", x), ("y", y)) if targets else (("x", x),):
         if values.dtype.is_floating_point and not bool(torch.isfinite(values).all()):
             raise PrefedError(f"{where}: {name} has values that are not finite (NaN or infinity)")
-    if classes is not None and are_labels(y):
-        low, high = int(y.min()), int(y.max())
+    if classes is not None and targets and are_labels(y):
+        if ignored is not None:
+            y = y[y != ignored]
+        low, high = (int(y.min()), int(y.max())) if y.numel() else (0, 0)
         if low < 0 or high >= classes:
             raise PrefedError(
                 f"{where}: labels reach from {low} to {high}, "

@@ -23,8 +23,9 @@ Array = np.ndarray[Any, Any]
 def npz(path: str, test: float = 0.2, scale: float = 255.0, augment: bool = False) -> Dataset:
     """Your own arrays: x and y, and if you have them client, x_test and y_test.
 
-    y holds labels 0, 1, ... or numbers to predict; client says for each sample whose it is, as
-    numbers or strings, for the split "natural".
+    y holds labels 0, 1, ... if its numbers are whole, of whatever type, uint8 too; floating ones
+    are numbers to predict. In sequences (N, T) a loss may ignore labels below 0. client says for
+    each sample whose it is, as numbers or strings, for the split "natural".
 
     path     the file, as numpy.savez writes it
     test     the share of samples that is drawn for testing if there is no x_test
@@ -94,7 +95,7 @@ def _targets(where: Path, y: Array) -> Array:
     if y.dtype.kind not in "iub":
         raise PrefedError(f"{where}: y should hold labels or numbers, not {y.dtype}")
     labels = y.astype(np.int64)
-    if labels.size and labels.min() < 0:
+    if labels.size and labels.ndim == 1 and labels.min() < 0:
         raise PrefedError(f"{where}: y has the label {labels.min()}; labels count from 0")
     return labels
 

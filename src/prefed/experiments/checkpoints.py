@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,14 +69,17 @@ def save(folder: Path, run: str, checkpoint: Checkpoint) -> None:
         shutil.rmtree(old)
 
 
-def load(folder: Path, run: str) -> Checkpoint:
-    """The newest sound checkpoint of the run. One warning for each newer one that is damaged."""
+def load(folder: Path, run: str, before: Callable[[], Iterable[str]] = tuple) -> Checkpoint:
+    """The newest sound checkpoint of the run. One warning for each newer one that is damaged.
+
+    before  the fingerprints that the run may have had before it was given more rounds
+    """
     for draft in folder.glob(".draft-*"):
         shutil.rmtree(draft, ignore_errors=True)
     problems = []
     for path in reversed(_complete(folder)):
         try:
-            checkpoint = _read(path, run)
+            checkpoint = _read(path, run, before)
         except _Damaged as error:
             problems.append(f"{path.name}: {error}")
             continue
@@ -97,13 +101,13 @@ class _Damaged(Exception):
     pass
 
 
-def _read(path: Path, run: str) -> Checkpoint:
+def _read(path: Path, run: str, before: Callable[[], Iterable[str]]) -> Checkpoint:
     try:
         manifest: dict[str, Any] = json.loads(read_whole(path / "manifest.json"))
         stated = manifest.pop("manifest_sha256")
         if stated != _sha256(_canonical(manifest)):
             raise _Damaged("its manifest is damaged")
-        if manifest["run"] != run:
+        if manifest["run"] != run and manifest["run"] not in before():
             raise _Damaged("it belongs to another run")
         if manifest["round"] != int(path.name):
             raise _Damaged(f"it is the one of round {manifest['round']}")

@@ -11,6 +11,8 @@ split = {name = "dirichlet", clients = 50, alpha = 0.1}
 name = "mlp"
 [tuned.fedadam]                  # options for the algorithm if another one is chosen
 server_lr = 0.01
+
+Besides, `loss` names one: loss = {name = "cross_entropy", label_smoothing = 0.1}.
 """
 
 import inspect
@@ -35,11 +37,13 @@ from pydantic import (
 from prefed.algorithms import ALGORITHMS, Algorithm
 from prefed.core import draws
 from prefed.core.errors import PrefedError, did_you_mean, explain
+from prefed.core.losses import LOSSES, OF_NUMBERS, given_to, is_one_of, make_loss
 from prefed.core.safe_files import read_whole
 from prefed.core.schedule import written
 from prefed.data import FederatedData
 from prefed.data.dataset import DATASETS, GIVEN_TO_SPLITS, SPLITS, Dataset, partition
 from prefed.models import MODELS
+from prefed.training.engines.engine import check_engine
 from prefed.training.ranks import make_trainer
 from prefed.training.run import MakeTrainer, Run
 from prefed.training.settings import Settings
@@ -79,6 +83,8 @@ class Config(Settings):
     algorithm: SerializeAsAny[Named]
     data: SerializeAsAny[Data]
     model: SerializeAsAny[Named]
+    loss: SerializeAsAny[Named] | None = None
+    """By default cross-entropy for labels, and squared error for numbers."""
 
     def make_algorithm(self) -> Algorithm:
         return ALGORITHMS.get(self.algorithm.name)(**self.algorithm.options)
@@ -101,7 +107,10 @@ class Config(Settings):
     ) -> Run:
         """The run, with data, split and first weights that depend on the config and seed alone."""
         dataset, data = self.make_data()
-        given = {"inputs": tuple(dataset.x.shape[1:]), "classes": dataset.outputs}
+        loss = None if self.loss is None else make_loss(self.loss.name, **self.loss.options)
+        by_numbers = loss is not None and is_one_of(loss, OF_NUMBERS)
+        classes = dataset.numbers if by_numbers else dataset.outputs
+        given = {"inputs": tuple(dataset.x.shape[1:]), "classes": classes}
         build = MODELS.get(self.model.name)
         wanted = inspect.signature(build).parameters
         with torch.random.fork_rng():
@@ -115,7 +124,7 @@ class Config(Settings):
                 what = str(error).partition("\n")[0]
                 raise PrefedError(f"model: {self.model.name} cannot be built so: {what}") from error
         algorithm = algorithm or self.make_algorithm()
-        return Run(algorithm, model, data, self.settings(), make_trainer=make_trainer)
+        return Run(algorithm, model, data, self.settings(), loss, make_trainer)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for TOML, enough to run it again."""
@@ -167,7 +176,7 @@ def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
     """A checked config from a file, a preset or a table, with changes of the form "key=value"."""
     table = read(source) if isinstance(source, str) else deepcopy(source)  # changes go deep
     tuned = table.pop("tuned", {})
-    for name in ("algorithm", "model", "data"):
+    for name in ("algorithm", "model", "data", "loss"):
         if isinstance(table.get(name), str):
             table[name] = {"name": table[name]}
     bare = [_change(table, change) for change in changes]
@@ -214,6 +223,13 @@ def algorithms_of(source: str) -> list[str]:
     return list(table.get("tuned", {})) or [name]
 
 
+def tuned_options(source: str, config: Config) -> dict[str, Any]:
+    """The options of the config's algorithm that are what `source` has tuned for it."""
+    tuned = read(source).get("tuned", {}).get(config.algorithm.name, {})
+    chosen = config.algorithm.options
+    return {name: value for name, value in tuned.items() if chosen.get(name) == value}
+
+
 def _change(table: dict[str, Any], change: str) -> tuple[str, Any] | None:
     """Carry out "a.b=value" on the table. A key that does not begin with a setting is handed back:
     it may be an option of the algorithm, which is not known before all changes are made."""
@@ -228,7 +244,7 @@ def _change(table: dict[str, Any], change: str) -> tuple[str, Any] | None:
     path = key.split(".")
     if path[0] not in {*Config.model_fields, *Config.RENAMED}:
         return key, value
-    if isinstance(value, str) and key in ("algorithm", "model", "data", "data.split"):
+    if isinstance(value, str) and key in ("algorithm", "model", "data", "data.split", "loss"):
         value = {"name": value}
         if key == "data":
             value = {**table.get("data", {}), **value}
@@ -269,11 +285,17 @@ def _check_parts(table: dict[str, Any]) -> list[str]:
         return value["name"], {k: v for k, v in value.items() if k not in Data.model_fields}
 
     errors: list[str] = []
+    if isinstance(engine := table.get("engine"), str):
+        try:
+            check_engine(engine)
+        except PrefedError as error:
+            errors.append(str(error))
     sections = (
         (("algorithm",), ALGORITHMS, ()),
         (("model",), MODELS, ("inputs", "classes")),
         (("data",), DATASETS, ()),
         (("data", "split"), SPLITS, GIVEN_TO_SPLITS),
+        (("loss",), LOSSES, ()),
     )
     for path, registry, given in sections:
         if (found := part(*path)) is None:
@@ -284,7 +306,8 @@ def _check_parts(table: dict[str, Any]) -> list[str]:
         except PrefedError as error:
             errors.append(f"{'.'.join(path)}.name: {error}")
             continue
-        model = thing if registry is ALGORITHMS else options_model(thing, given)
+        no_options = given_to(thing) if registry is LOSSES else given
+        model = thing if registry is ALGORITHMS else options_model(thing, no_options)
         try:
             model(**options)
         except ValidationError as error:
@@ -304,4 +327,5 @@ def options_model(function: Callable[..., Any], given: Iterable[str]) -> type[Ba
             empty = inspect.Parameter.empty
             kind = Any if parameter.annotation is empty else parameter.annotation
             fields[name] = (kind, ... if parameter.default is empty else parameter.default)
-    return create_model("Options", __config__=ConfigDict(extra="forbid"), **fields)
+    config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    return create_model("Options", __config__=config, **fields)

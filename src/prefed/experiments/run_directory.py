@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -85,7 +86,7 @@ class RunDirectory(Callback):
 
     def __init__(self, folder: Path, text: str, is_new: bool, seconds_between: float) -> None:
         self.folder, self.text, self.is_new = folder, text, is_new
-        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        self.fingerprint = _fingerprint(text)
         self.seconds_between = seconds_between
         self._lock = lock(folder)
         self._due = 0.0
@@ -101,10 +102,13 @@ class RunDirectory(Callback):
         existing = folder / "config.toml"
         is_new, text = not existing.exists(), tomli_w.dumps(config.to_dict())
         if not is_new:
-            if differences := diff(read_config(folder), config.to_dict()):
+            there, here = read_config(folder), config.to_dict()
+            differences, rounds = diff(there, here), there.get("rounds")
+            longer = resume and isinstance(rounds, int) and rounds < config.rounds
+            if differences and not (longer and len(differences) == 1):
                 raise PrefedError(
                     f"{folder}: holds a run of another config; choose another directory\n"
-                    + "\n".join(differences)
+                    + "\n".join(differences + _about_rounds(differences, resume))
                 )
             if not resume:
                 raise PrefedError(
@@ -112,6 +116,7 @@ class RunDirectory(Callback):
                     f"or choose another directory"
                 )
             text = existing.read_text()  # checkpoints name it: an older version wrote other words
+            text = _with_rounds(text, config.rounds)
         elif folder.exists() and (not folder.is_dir() or any(_visible(folder))):
             raise PrefedError(f"{folder}: is not empty and holds no run; choose another directory")
         if seconds_between is None:
@@ -130,7 +135,12 @@ class RunDirectory(Callback):
 
     def restore(self, run: Run) -> None:
         remove_leftovers(self.folder)
-        saved = checkpoints.load(self.folder / "checkpoints", self.fingerprint)
+        more = run.settings.rounds
+
+        def before() -> Iterator[str]:
+            return (_fingerprint(_with_rounds(self.text, rounds)) for rounds in range(1, more))
+
+        saved = checkpoints.load(self.folder / "checkpoints", self.fingerprint, before)
         self._saved, self._lines = saved.round, saved.rounds.splitlines()
         try:
             run.restore(saved.tensors, [from_json(line) for line in self._lines], saved.engine)
@@ -139,6 +149,10 @@ class RunDirectory(Callback):
                 f"{self.folder}: its checkpoint is not of this run: {error}"
             ) from None
         with self._writing():
+            if saved.round < more:  # it is not finished, or not any more
+                (self.folder / "model.safetensors").unlink(missing_ok=True)
+            if (self.folder / "config.toml").read_text() != self.text:  # it goes on for longer
+                write_whole(self.folder / "config.toml", self.text)
             write_whole(self.folder / "rounds.jsonl", saved.rounds)  # forget what came after
         self._due = time.monotonic() + self.seconds_between
 
@@ -216,6 +230,27 @@ def read_config(folder: Path) -> dict[str, Any]:
     table = read_toml(folder / "config.toml")
     renamed: dict[str, Any] = with_new_names(table, Config.RENAMED, warn=False)
     return renamed
+
+
+def _fingerprint(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _with_rounds(text: str, rounds: int) -> str:
+    """The text of a config.toml for that number of rounds: the first such line is the run's."""
+    return re.sub(r"^rounds = \d+$", f"rounds = {rounds}", text, count=1, flags=re.MULTILINE)
+
+
+def _about_rounds(differences: list[str], resume: bool) -> list[str]:
+    """More about a run that differs in nothing but a number of rounds."""
+    if differences[0].startswith("  rounds: ") and len(differences) == 1:
+        return ["with --resume a run can be given more rounds; it cannot be given fewer"]
+    falls = [line.strip() for line in differences if ".rounds: " in line]
+    if resume and len(falls) == len(differences) - 1 and differences[-1].startswith("  rounds: "):
+        parts = [line.removeprefix("algorithm.").partition(" there") for line in falls]
+        options = " ".join(f"--set {part[0].replace(': ', '=')}" for part in parts)
+        return [f"its step sizes fall over a number of rounds: to keep that add {options}"]
+    return []
 
 
 def diff(there: dict[str, Any], here: dict[str, Any], path: str = "") -> list[str]:

@@ -82,6 +82,17 @@ class MLflow(_Tracker):
 
     package = "mlflow"
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        try:
+            self.library.MlflowClient()
+        except self.library.MlflowException as error:
+            what = str(error).partition(". ")[0]
+            raise PrefedError(
+                f"--track mlflow: {what}; name a store that it writes to in MLFLOW_TRACKING_URI, "
+                f"such as sqlite:///mlflow.db"
+            ) from None
+
     def on_start(self, config: dict[str, Any]) -> None:
         tags = {"group": self.group} if self.group else None
         self.library.start_run(run_name=self.name, tags=tags)

@@ -3,7 +3,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from prefed.models import MODELS
+from prefed.models import MODELS, image_shape
 
 
 @MODELS.register("cnn")
@@ -20,7 +20,7 @@ def cnn(
     hidden    the width of the hidden layer
     kernel    the side of the convolutions
     """
-    depth, height, width = inputs
+    depth, height, width = image_shape(inputs)
     layers: list[nn.Module] = []
     for a, b in pairwise([depth, *channels]):
         layers += [nn.Conv2d(a, b, kernel, padding=kernel // 2), nn.ReLU(), nn.MaxPool2d(2)]

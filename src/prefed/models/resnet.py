@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from prefed.models import MODELS
+from prefed.models import MODELS, image_shape
 
 Norm = Literal["group", "batch"]
 
@@ -22,7 +22,7 @@ def resnet8(
     norm    "group" or "batch"
     groups  of norm = "group"
     """
-    return ResNet(inputs[0], classes, (1, 1, 1), width, norm, groups)
+    return ResNet(image_shape(inputs)[0], classes, (1, 1, 1), width, norm, groups)
 
 
 @MODELS.register("resnet20")
@@ -35,7 +35,7 @@ def resnet20(
     norm    "group" or "batch"
     groups  of norm = "group"
     """
-    return ResNet(inputs[0], classes, (3, 3, 3), width, norm, groups)
+    return ResNet(image_shape(inputs)[0], classes, (3, 3, 3), width, norm, groups)
 
 
 @MODELS.register("resnet18")
@@ -48,7 +48,7 @@ def resnet18(
     norm    "group" or "batch"
     groups  of norm = "group"
     """
-    return ResNet(inputs[0], classes, (2, 2, 2, 2), width, norm, groups)
+    return ResNet(image_shape(inputs)[0], classes, (2, 2, 2, 2), width, norm, groups)
 
 
 @MODELS.register("resnet34")
@@ -61,7 +61,7 @@ def resnet34(
     norm    "group" or "batch"
     groups  of norm = "group"
     """
-    return ResNet(inputs[0], classes, (3, 4, 6, 3), width, norm, groups)
+    return ResNet(image_shape(inputs)[0], classes, (3, 4, 6, 3), width, norm, groups)
 
 
 class ResNet(nn.Module):

@@ -3,7 +3,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from prefed.core.errors import PrefedError
-from prefed.models import MODELS
+from prefed.models import MODELS, image_shape
 
 
 @MODELS.register("simple-cnn")
@@ -18,7 +18,7 @@ def simple_cnn(
     channels  of the convolutions
     hidden    the widths of the hidden layers
     """
-    depth, height, width = inputs
+    depth, height, width = image_shape(inputs)
     if len(channels) != 2 or min(height, width) < 16:
         raise PrefedError("model: simple-cnn has two convolutions and needs 16 x 16 pixels or more")
     first, second = channels

@@ -21,7 +21,7 @@ from prefed.experiments.config import load
 from prefed.experiments.ranking import Group, flatten, group, headings
 from prefed.experiments.stored_runs import StoredRun
 from prefed.experiments.sweep import Scored
-from prefed.report import figures
+from prefed.report import figures as drawn
 from prefed.report.curves import charts
 
 
@@ -32,21 +32,23 @@ def write_report(
     target: float = 0.9,
     title: str = "prefed report",
     sweep: list[Scored] | None = None,
+    figures: Path | None = None,
 ) -> list[Path]:
-    """Write the report to `path` and its figures into the folder of that name; their paths."""
+    """Write the report to `path`, and into the folder `figures`, if one is named, its figures;
+    their paths."""
     groups = group(runs)
     shown = charts(groups)
-    folder = path.with_suffix("")
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for chart in shown:
-        written += figures.save(figures.draw_chart(chart), folder / chart.name)
-    heat_map = figures.draw_heat_map(sweep) if sweep else None
-    if heat_map is not None:
-        written += figures.save(heat_map, folder / "heat-map")
+    heat_map = drawn.draw_heat_map(sweep) if sweep else None
     split = _split(runs[0])
-    if split is not None:
-        written += figures.save(split, folder / "split")
+    written = []
+    if figures is not None:
+        figures.mkdir(parents=True, exist_ok=True)
+        for chart in shown:
+            written += drawn.save(drawn.draw_chart(chart), figures / chart.name)
+        for name, figure in (("heat-map", heat_map), ("split", split)):
+            if figure is not None:
+                written += drawn.save(figure, figures / name)
+    path.parent.mkdir(parents=True, exist_ok=True)
     page = template("page.html").render(
         title=title,
         version=__version__,
@@ -99,7 +101,7 @@ def _split(run: StoredRun) -> Figure | None:
 def image(figure: Figure | None) -> str | None:
     if figure is None:
         return None
-    return "data:image/png;base64," + base64.b64encode(figures.to_bytes(figure, "png")).decode()
+    return "data:image/png;base64," + base64.b64encode(drawn.to_bytes(figure, "png")).decode()
 
 
 def _diverged(groups: list[Group]) -> list[str]:

@@ -13,9 +13,8 @@ from torch import Tensor
 from prefed.algorithms import Algorithm
 from prefed.data import FederatedData
 from prefed.rules import State
-from prefed.training.engines import ENGINES
 from prefed.training.engines.auto import Choice, choose, threads_of
-from prefed.training.engines.engine import train_block
+from prefed.training.engines.engine import check_engine, train_block
 from prefed.training.engines.workers import Clients, Workers
 from prefed.training.mean import Mean
 from prefed.training.round import Server, Update, first_kept
@@ -33,8 +32,7 @@ class LocalTrainer(Trainer):
     def __init__(
         self, algorithm: Algorithm, task: Task, data: FederatedData, settings: Settings
     ) -> None:
-        if settings.engine != "auto":
-            ENGINES.get(settings.engine)  # an unknown name is an error now
+        check_engine(settings.engine)
         self.algorithm, self.task, self.data, self.settings = algorithm, task, data, settings
         self.kept: dict[int, State] = {}
         """The state that clients keep, for those that took part."""

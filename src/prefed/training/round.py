@@ -266,6 +266,50 @@ def first_kept(algorithm: Algorithm, flat: FlatModel) -> State:
     return kept
 
 
+TRIED = 100
+"""Steps that a rule may leave the weights as they are."""
+
+
+def check_in_place(algorithm: Algorithm, layout: Layout, weights: Tensor, steps: int) -> None:
+    """Try both rules on copies of the weights, as a client and the server hold them."""
+    client_lr, server_lr = at(algorithm.client_lr, 0), at(algorithm.server_lr, 0)
+    _try(algorithm.client_rule().fit(layout), layout, weights[None], client_lr, min(steps, TRIED))
+    _try(algorithm.server_rule().fit(layout), layout, weights, server_lr, TRIED)
+
+
+def _try(rule: Rule, layout: Layout, weights: Tensor, lr: float, steps: int) -> None:
+    """A rule's steps must change the weights and the state that they are given: with new tensors
+    in their place nothing would be trained. The weights may be too large for a small step to be
+    seen, so zeros are tried as well."""
+    lr = min(lr or 1e-3, 1.0)  # what is too large is told elsewhere
+    name, clients = type(rule).__name__, len(weights) if weights.dim() == 2 else None
+    for start in (weights, torch.zeros_like(weights)):
+        w = start.clone()
+        state = {n: field.new(weights, clients) for n, field in rule.fields(layout).items()}
+        given = dict(state)
+        rule.begin(w, state)
+        for k in range(steps):
+            g = torch.full_like(w, 0.5)
+            if rule.lockstep:
+                state["mean"] = g[0].clone()
+            rule.step(w, g, state, lr, k)
+            if not torch.equal(w, start):
+                break
+        replaced = [n for n, value in given.items() if state.get(n) is not value]
+        if replaced:
+            raise PrefedError(
+                f"{name}.step: it puts another tensor into state[{replaced[0]!r}]; a rule changes "
+                f"its state in place, as state[{replaced[0]!r}].mul_(beta).add_(g) does"
+            )
+        rule.finish(w, state, lr, k + 1)
+        if not torch.equal(w, start):
+            return
+    raise PrefedError(
+        f"{name}.step: it leaves the weights as they are; a rule changes w in place: "
+        f"w.sub_(lr * g) does, w = w - lr * g makes another tensor and trains nothing"
+    )
+
+
 def check_sharing(algorithm: Algorithm, layout: Layout) -> None:
     """Build both rules and compare the sharing policy with the fields they have."""
     fields = algorithm.client_rule().fields(layout)

@@ -21,7 +21,13 @@ from prefed.rules import State
 from prefed.training.diagnostics import CollapseWatch, diagnose
 from prefed.training.observers import Callback, Observers
 from prefed.training.ranks import make_trainer
-from prefed.training.round import Server, check_sharing, server_update, traffic
+from prefed.training.round import (
+    Server,
+    check_in_place,
+    check_sharing,
+    server_update,
+    traffic,
+)
 from prefed.training.settings import Settings
 from prefed.training.task import EVALUATION_BATCH, Loss, Task, choose_device
 from prefed.training.trainer import Arrived, Record, Trainer, check_fits
@@ -60,7 +66,7 @@ class Run:
         model: nn.Module,
         data: FederatedData,
         settings: Settings,
-        loss: Loss | None = None,
+        loss: Loss | str | None = None,
         make_trainer: MakeTrainer = make_trainer,
     ) -> None:
         if not isinstance(algorithm, Algorithm):
@@ -84,6 +90,7 @@ class Run:
         self.task.check(data)
         flat = self.task.flat
         check_sharing(algorithm, flat.layout)
+        check_in_place(algorithm, flat.layout, flat.weights, settings.local_steps)
         self.trainer = make_trainer(algorithm, self.task, data, settings)
         self.server = Server.start(algorithm, flat.layout, flat.weights, flat.read_buffers())
         self.history: list[Record] = []
@@ -297,7 +304,7 @@ def simulate(
     model: nn.Module,
     data: FederatedData,
     *,
-    loss: Loss | None = None,
+    loss: Loss | str | None = None,
     callbacks: Sequence[Callback] = (),
     **settings: Any,
 ) -> Result:
@@ -306,7 +313,8 @@ def simulate(
     algorithm          such as prefed.PreFed(client_lr=0.01)
     model              any torch.nn.Module
     data               a prefed.FederatedData
-    loss               (output, y) -> one number; None: cross-entropy for labels, else squared error
+    loss               (output, y) -> one number, or a name: "cross_entropy", "mse", "bce"; None:
+                       cross-entropy for labels, else squared error
     callbacks          see prefed.Callback
     """
     return Run(algorithm, model, data, checked(Settings, settings), loss).run(callbacks)

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Literal
 
 import torch
@@ -11,13 +11,24 @@ from torch import Tensor, nn
 from prefed.core.draws import torch_seed
 from prefed.core.errors import PrefedError
 from prefed.core.flat_model import FlatModel
-from prefed.core.losses import are_labels, by_targets
+from prefed.core.losses import (
+    OURS,
+    WITH_CLASSES,
+    are_labels,
+    by_targets,
+    count_correct,
+    ignored_label,
+    is_one_of,
+    make_loss,
+)
 from prefed.data import FederatedData
 from prefed.training.keyed_dropout import KeyedDropout, keys
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 EVALUATION_BATCH = 1024
+
+FIRST = ": cross-entropy wants them in dimension 1, as output.transpose(1, -1) has them"
 
 
 def choose_device(name: str) -> torch.device:
@@ -37,7 +48,7 @@ class Task:
     def __init__(
         self,
         model: nn.Module,
-        loss: Loss | None,
+        loss: Loss | str | None,
         data: FederatedData,
         device: torch.device,
         channels_last: bool = False,
@@ -45,6 +56,7 @@ class Task:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise PrefedError(f"model: should be a torch.nn.Module, not {type(model).__name__}")
+        _refuse_lazy(model)
         model = copy.deepcopy(model).to(device)
         if channels_last and device.type == "cpu" and _narrow(model):
             raise PrefedError(
@@ -55,7 +67,7 @@ class Task:
             _lay_out(model, torch.channels_last)
         self.flat = FlatModel(model)
         self.precision = precision
-        self.loss = loss or by_targets
+        self.loss = make_loss(loss) if isinstance(loss, str) else loss or by_targets
         self.transform = data.transform
         self.device = device
         self.randomness: Literal["none", "dropout", "generator"] = "none"
@@ -118,16 +130,17 @@ class Task:
         """Mean loss, and accuracy if the targets are labels. The model's mode is left as it was."""
         training = self.flat.module.training
         self.flat.module.eval()
-        loss, correct, labels = 0.0, 0, are_labels(y)
+        loss, samples, right, counted = 0.0, 0.0, 0, 0
         for x_part, y_part in zip(
             x.split(EVALUATION_BATCH), y.split(EVALUATION_BATCH), strict=True
         ):
             output, target = self.forward(x_part), y_part.to(self.device)
-            loss += float(self.loss(output, target)) * len(x_part)
-            if labels:
-                correct += int((output.argmax(1) == target).sum())
+            correct, of = count_correct(self.loss, output, target) or (0, 0)
+            share = of / y_part.numel() if ignored_label(self.loss) is not None and of else 1.0
+            loss += float(self.loss(output, target)) * len(x_part) * share
+            samples, right, counted = samples + len(x_part) * share, right + correct, counted + of
         self.flat.module.train(training)
-        return loss / len(x), correct / y.numel() if labels else None
+        return loss / samples, right / counted if counted else None
 
     @torch.no_grad()
     def operations(self, data: FederatedData) -> float:
@@ -169,19 +182,78 @@ class Task:
         try:
             with torch.no_grad():
                 output = self.flat.module.eval()(fed.to(self.device))
-            classes = output.shape[1] if output.dim() > 1 else None
-            data.check(classes)
+            self._check_targets(data, output, y)
+            self._check_classes(fed, output, y)
             with torch.no_grad():
                 loss = self.loss(output, y.to(self.device))
                 self.randomness = self._find_randomness(x)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise PrefedError("loss: should return one number for a batch")
+            self._check_gradient(x, y)
+            if data.test is not None:
+                self.evaluate(*data.test.take(torch.arange(min(2, len(data.test)))))
         except PrefedError:
             raise
         except Exception as error:
-            raise PrefedError(f"model, loss: they do not fit the data: {error}") from error
+            hint = _hint(self, fed, y)
+            raise PrefedError(f"model, loss: they do not fit the data: {error}{hint}") from error
         finally:
             self.flat.module.train(training)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise PrefedError("loss: should return one number for a batch")
+
+    def _check_targets(self, data: FederatedData, output: Tensor, y: Tensor) -> None:
+        """What a loss of ours says of targets; a loss of the user's own knows its targets best."""
+        if not is_one_of(self.loss, OURS):
+            data.check(None, targets=False)
+            return
+        classes = output.shape[1] if output.dim() > 1 else None
+        with_classes = is_one_of(self.loss, WITH_CLASSES)
+        data.check(classes if with_classes else None, ignored_label(self.loss))
+
+    def _check_classes(self, x: Tensor, output: Tensor, y: Tensor) -> None:
+        """An output (N, T, C) is no error where T is C, but trains on nonsense: see whether it gets
+        shorter with its input where the classes should be."""
+        square = output.dim() == 3 and output.shape[1] == output.shape[2] == y.shape[-1] > 1
+        if not square or not is_one_of(self.loss, WITH_CLASSES) or not are_labels(y):
+            return
+        with torch.no_grad(), suppress(Exception):
+            shorter = self.flat.module(x[:, :-1].to(self.device))
+            if shorter.shape[1:] == (output.shape[1] - 1, output.shape[2]):
+                output = shorter
+        if output.shape[1] != output.shape[2]:
+            raise PrefedError(f"model: its classes are last, as in {tuple(output.shape)}{FIRST}")
+
+    def _check_gradient(self, x: Tensor, y: Tensor) -> None:
+        """One backward pass, which must reach the flat vector: TorchScript holds parameters of its
+        own. A gradient that is 0 may be right, if there is one."""
+        flat, devices = self.flat, [self.device] if self.device.type == "cuda" else []
+        x, y = torch.cat([x, x]), torch.cat([y, y])  # BatchNorm wants more than one sample
+        statistics = flat.read_buffers()
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            flat.module.train()
+            with self.seeded(0):
+                loss = self.loss(self.forward(x), y.to(self.device))
+            reached = loss.requires_grad
+            if reached:
+                flat.gradient.zero_()
+                loss.backward(retain_graph=True)
+                if not flat.gradient.any():
+                    own = [p for p in flat.module.parameters() if p.requires_grad]
+                    found = torch.autograd.grad(loss, own, allow_unused=True)
+                    known = [g for g in found if g is not None]
+                    reached = bool(known) and not any(g.any() for g in known)
+                flat.gradient.zero_()
+        flat.write_buffers(statistics, torch.zeros((), dtype=torch.int64))
+        if not reached:
+            script = isinstance(flat.module, torch.jit.ScriptModule)
+            raise PrefedError(
+                "model: no gradient of the loss reaches its parameters, so nothing would be "
+                "trained; "
+                + (
+                    "hand in the torch.nn.Module it was made from, not TorchScript"
+                    if script
+                    else "look for detach(), no_grad() or .data on the way from them to the loss"
+                )
+            )
 
     def _find_randomness(self, x: Tensor) -> Literal["none", "dropout", "generator"]:
         """Watch forward passes in training mode, which also tell what buffers are."""
@@ -196,6 +268,32 @@ class Task:
         if not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
             return "generator"
         return "dropout" if mode.calls else "none"
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise PrefedError(
+                f"model: {name} has no shape yet, since a lazy layer has seen no input; call "
+                f"model(x[:2]) once before, or give the size of its input"
+            )
+
+
+def _hint(task: Task, x: Tensor, y: Tensor) -> str:
+    """What is probably meant, where model, loss and data do not fit in a well-known way."""
+    if x.dim() == 4 and x.shape[-1] in (1, 3, 4) and x.shape[1] not in (1, 3, 4):
+        return (
+            f"; x looks like images with the channels last {tuple(x.shape[1:])}: torch wants them "
+            f"first, x.permute(0, 3, 1, 2)"
+        )
+    with torch.no_grad(), suppress(Exception):
+        output = task.forward(x)
+        if is_one_of(task.loss, WITH_CLASSES) and are_labels(y) and y.dim() > 1:
+            if output.dim() == y.dim() == 2 and int(y.max()) < 2:
+                return '; for several labels of 0 or 1 each, the loss is "bce"'
+            if output.shape[:-1] == y.shape:
+                return f"; the output {tuple(output.shape)} has its classes last{FIRST}"
+    return ""
 
 
 def _lay_out(module: nn.Module, format: torch.memory_format) -> None:

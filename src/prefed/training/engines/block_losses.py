@@ -5,9 +5,9 @@ from contextlib import nullcontext
 
 from torch import Tensor
 from torch.func import functional_call, vmap
-from torch.nn.functional import cross_entropy
+from torch.nn import functional
 
-from prefed.core.losses import are_labels, by_targets, squared_error
+from prefed.core.losses import WITH_CLASSES, are_labels, by_targets, squared_error
 from prefed.rules import State
 from prefed.training.engines import linear_chains
 from prefed.training.keyed_dropout import KeyedDropout
@@ -23,14 +23,15 @@ def losses_of(task: Task) -> Losses:
     if (forward := linear_chains.plan(task.flat.module)) is None:
         return by_vmap(task)
     prepare = vmap(task.transform) if task.transform else (lambda x: x)
-    fast: dict[Loss, Loss] = {cross_entropy: _cross_entropy, by_targets: _by_targets}
-    loss = fast.get(task.loss) or vmap(task.loss)
+    loss: Loss = vmap(task.loss)
+    if task.loss in WITH_CLASSES:
+        loss = _by_targets if task.loss is by_targets else _cross_entropy
     return lambda weights, buffers, x, y, keys: loss(forward(weights, prepare(x), keys), y)
 
 
 def gradients_of(task: Task) -> linear_chains.Differentiate | None:
     """Losses and gradients without autograd, for the models and the loss that have such a way."""
-    if task.loss not in (cross_entropy, by_targets):
+    if task.loss not in WITH_CLASSES:
         return None
     if (differentiate := linear_chains.plan_gradient(task.flat.module)) is None:
         return None
@@ -57,5 +58,5 @@ def _by_targets(output: Tensor, y: Tensor) -> Tensor:
 
 
 def _cross_entropy(output: Tensor, y: Tensor) -> Tensor:
-    each = cross_entropy(output.flatten(0, 1), y.flatten(0, 1), reduction="none")
+    each = functional.cross_entropy(output.flatten(0, 1), y.flatten(0, 1), reduction="none")
     return each.view(y.shape).flatten(1).mean(1)

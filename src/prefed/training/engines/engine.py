@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from prefed.algorithms import Algorithm
+from prefed.core.errors import PrefedError, did_you_mean
 from prefed.core.registry import Registry
 from prefed.data import FederatedData
 from prefed.training.messages import receive, upload
@@ -33,6 +34,16 @@ class Engine(Protocol):
 ENGINES: Registry[Callable[[Task, FederatedData, Settings], Engine]] = Registry(
     "engine", "prefed.training.engines"
 )
+
+
+def check_engine(name: str) -> None:
+    """Raise if no engine has that name."""
+    if ":" in name:
+        ENGINES.get(name)
+    elif name in ("gpu", "cuda", "mps"):
+        raise PrefedError(f"engine: {name!r} is no engine; a GPU is a device: set device=cuda")
+    elif name not in (known := [*ENGINES.names(), "auto"]):
+        raise PrefedError(f"engine: unknown engine {name!r}{did_you_mean(name, known)}")
 
 
 def train_block(

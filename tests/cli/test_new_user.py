@@ -1,0 +1,270 @@
+"""What a new user meets on the command line: mistakes that everybody makes, tables and bars in
+terminals and pipes, losses and more rounds."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+
+import prefed
+from prefed.experiments.config import load, tuned_options
+from tests.helpers.commands import Done, prefed_here
+from tests.helpers.terminal import in_terminal, screen
+
+SHORT = ("--set", "rounds=2", "--set", "local_steps=2", "--set", "model.hidden=[8]")
+OWN = """
+rounds = 2
+local_steps = 2
+algorithm = "fedavg"
+model = "mlp"
+[data]
+name = "npz"
+path = "own.npz"
+split = {name = "iid", clients = 4}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A directory with a config for arrays of the user's own."""
+    (tmp_path / "own.toml").write_text(OWN)
+    return tmp_path
+
+
+def save(folder: Path, x: tuple[int, ...], y: Any) -> None:
+    np.savez(folder / "own.npz", x=np.random.default_rng(0).normal(size=(len(y), *x)), y=y)
+
+
+def refused(done: Done) -> str:
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    return re.sub(r"[\s│]+", " ", done.stderr)
+
+
+def test_version(tmp_path: Path) -> None:
+    done = prefed_here("--version", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"prefed {prefed.__version__}\n")
+
+
+def test_help_says_what_arguments_are_and_fills_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
+    lines = prefed_here("run", "--help", cwd=tmp_path).stdout.splitlines()
+    assert any("a TOML file or a preset" in line for line in lines)
+    assert not any(line.strip() == "torchrun" for line in lines)
+    assert "directories with runs" in prefed_here("report", "--help", cwd=tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["run", "digits-iid", "--rounds", "5"], "write --set rounds=5"),
+        (["run", "digits-iid", "--client-lr=0.1"], "write --set client_lr=0.1"),
+        (["compare", "digits-iid", "--roundz", "5"], "write --set rounds=5"),
+        (["run", "digits-iid", "--outt", "x"], "Did you mean '--out'?"),
+        (["runs", ".", "--rounds", "5"], "No such option '--rounds'."),
+    ],
+)
+def test_options_that_are_not_there(words: list[str], told: str, tmp_path: Path) -> None:
+    text = refused(prefed_here(*words, cwd=tmp_path))
+    assert told in text
+    assert ("--out" in text) == ("--out" in told)
+
+
+def test_cat_of_things_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import prefed, torch\n"
+        "def model(inputs, classes, width: int = 7):\n    'A model of mine.'\n"
+        "class Mine(prefed.FedAvg):\n    'An algorithm of mine.'\n    nu: float = 0.5\n"
+        "def loss(output, target, power: float = 2.0, weight: torch.Tensor | None = None):\n"
+        "    'A loss of mine.'\n    return ((output - target).abs() ** power).mean()\n"
+    )
+    for name, parts in (
+        ("mine:model", ("A model of mine.", "width = 7")),
+        ("mine:Mine", ("An algorithm of mine.", "nu = 0.5")),
+        ("mine:loss", ("A loss of mine.", "power = 2.0")),
+        ("vectorised", ("A block of clients at once",)),
+        ("bce", ("Yes or no",)),
+        ("cifar10-noniid", ("[grid.fedavg]",)),
+    ):
+        done = prefed_here("cat", name, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert all(part in done.stdout for part in parts), done.stdout
+    assert "inputs" not in prefed_here("cat", "mine:model", cwd=tmp_path).stdout
+    assert "has no 'modle'" in refused(prefed_here("cat", "mine:modle", cwd=tmp_path))
+
+
+def test_everything_that_ls_lists_can_be_shown(tmp_path: Path) -> None:
+    listed = prefed_here("ls", cwd=tmp_path).stdout
+    assert "losses:     bce cross_entropy mse" in listed
+    for line in listed.splitlines():
+        for name in line.partition(":")[2].split():
+            done = prefed_here("cat", name, cwd=tmp_path)
+            assert done.returncode == 0, (name, done.stderr)
+            assert len(done.stdout.strip().splitlines()) > 1, name
+
+
+def test_a_report_is_one_file_unless_figures_are_wanted(tmp_path: Path) -> None:
+    prefed_here("run", "digits-iid", *SHORT, "--out", "run", cwd=tmp_path)
+    before = {*tmp_path.rglob("*")}
+    done = prefed_here("report", "run", "-o", "run/x.html", cwd=tmp_path)
+    assert done.stdout == "1 run: run/x.html\n"
+    assert {*tmp_path.rglob("*")} - before == {tmp_path / "run" / "x.html"}
+    done = prefed_here("report", "run", "-o", "y.html", "--figures", "drawn", cwd=tmp_path)
+    assert re.fullmatch(r"1 run: y.html and \d+ figures in drawn\n", done.stdout)
+    assert {p.suffix for p in (tmp_path / "drawn").iterdir()} == {".pdf", ".png"}
+
+
+@pytest.mark.process
+def test_tables_in_pipes_and_terminals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a-folder-with-quite-a-long-name" / "and-another-one-below-that-is-long"
+    prefed_here("run", "digits-iid", *SHORT, "--out", str(folder), cwd=tmp_path)
+    name = str(folder.relative_to(tmp_path))
+    monkeypatch.setenv("COLUMNS", "60")
+    piped = prefed_here("runs", ".", cwd=tmp_path).stdout
+    row = next(line for line in piped.splitlines() if "finished" in line)
+    assert name in row
+    cells = row.split()[1:]
+    assert cells[:4] == ["prefed", "0", "finished", "2/2"]
+    assert "…" not in piped
+    for columns in (80, 120):
+        lines = in_terminal("runs", ".", columns=columns, cwd=tmp_path)
+        assert max(map(len, lines)) <= columns
+        assert all(cell in " ".join(lines).split() for cell in cells)  # numbers are whole
+        folded = "".join(line.strip().split(" ")[0] for line in lines)
+        assert name in folded
+
+
+@pytest.mark.process
+def test_lines_and_bars_do_not_run_into_each_other(tmp_path: Path) -> None:
+    unlucky = ("--set", "client_dropout=0.7", "--set", "quorum=5", "--set", "rounds=4")
+    lines = in_terminal("run", "digits-iid", *SHORT, *unlucky, columns=80, cwd=tmp_path)
+    told = [line for line in lines if "fewer than the quorum" in line]
+    assert told
+    assert all(re.match(r"round \d: \d answers", line) for line in told)
+    assert sum("rounds  " in line for line in lines) == 1  # one bar is left
+
+
+@pytest.mark.process
+def test_a_comparison_leaves_its_ranking_and_nothing_empty(tmp_path: Path) -> None:
+    words = ("compare", "digits-iid", "--algorithms", "fedavg", "--seeds", "1", "--workers", "1")
+    lines = in_terminal(*words, *SHORT, "--out", "c", columns=80, cwd=tmp_path)
+    assert not any("state" in line for line in lines)
+    assert "report: c/report.html" in lines
+    assert any(line.split()[:1] == ["fedavg"] and "%" not in line for line in lines)
+
+
+def test_the_screen_of_a_terminal() -> None:
+    assert screen("one\r\n\x1b[2Ktwo\r\x1b[1A\x1b[2Kthree\r\n") == ["three", "two"]
+
+
+def test_tuned_options_are_shown_where_they_apply(tmp_path: Path) -> None:
+    done = prefed_here("run", "digits-noniid", *SHORT, "--set", "algorithm=fedavg", cwd=tmp_path)
+    assert "fedavg: client_lr 0.7, client_momentum 0.5, from the preset" in done.stderr.splitlines()
+    config = load("digits-noniid", ["algorithm=fedavg", "client_lr=0.1"])
+    assert tuned_options("digits-noniid", config) == {"client_momentum": 0.5}
+    plain = load("digits-noniid", ["algorithm=prefedsync"])
+    assert tuned_options("digits-noniid", plain) == {}
+    quiet = prefed_here("run", "digits-noniid", *SHORT, "--quiet", cwd=tmp_path)
+    assert quiet.stderr == ""
+
+
+def test_images_with_the_channels_last(here: Path) -> None:
+    save(here, (16, 16, 3), np.arange(60) % 3)
+    for model in ("cnn", "simple-cnn", "resnet8"):
+        done = prefed_here("run", "own.toml", "--set", f"model={model}", cwd=here)
+        assert "channels last, (16, 16, 3)" in refused(done)
+
+
+def test_a_label_of_a_billion(here: Path) -> None:
+    save(here, (4,), np.where(np.arange(60) % 2, 10**9, 0))
+    assert "the label 1000000000 is too large" in refused(prefed_here("run", "own.toml", cwd=here))
+    done = prefed_here("data", "check", "own.npz", cwd=here)
+    assert done.returncode == 1
+    assert "own.npz: WRONG: y: the label 1000000000" in done.stdout
+
+
+def test_data_check_of_a_file(here: Path) -> None:
+    save(here, (4,), (np.arange(60) % 3).astype(np.uint8))
+    done = prefed_here("data", "check", "own.npz", cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert "x (60, 4), y (60,): 48 training and 12 test samples, 3 classes" in done.stdout
+    text = refused(prefed_here("data", "check", "own.toml", cwd=here))
+    assert "is neither a directory nor an .npz file" in text
+
+
+def test_whole_numbers_of_an_npz_are_labels(here: Path) -> None:
+    """As docs/data.md says; also uint8, which are pixels in Python."""
+    save(here, (4,), (np.arange(60) % 3).astype(np.uint8))
+    done = prefed_here("run", "own.toml", "--json", cwd=here)
+    assert json.loads(done.stdout.splitlines()[-1])["test_accuracy"] is not None
+
+
+def test_an_engine_that_is_a_device(tmp_path: Path) -> None:
+    done = prefed_here("validate", "digits-iid", "--set", "engine=gpu", cwd=tmp_path)
+    assert "engine: 'gpu' is no engine; a GPU is a device: set device=cuda" in refused(done)
+
+
+def test_a_store_that_mlflow_does_not_write_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    done = prefed_here(
+        "run", "digits-iid", *SHORT, "--track", "mlflow", "--out", "run", cwd=tmp_path
+    )
+    assert "MLFLOW_TRACKING_URI, such as sqlite:///mlflow.db" in refused(done)
+    assert not (tmp_path / "run").exists()
+
+
+def accuracies(done: Done) -> list[float]:
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line)["test_accuracy"] for line in done.stdout.splitlines()]
+
+
+def test_a_loss_in_a_config(here: Path) -> None:
+    rng = np.random.default_rng(0)
+    save(here, (4,), rng.integers(0, 2, (60, 5)))
+    run = ("run", "own.toml", "--json")
+    assert 'the loss is "bce"' in refused(prefed_here(*run, cwd=here))
+    assert accuracies(prefed_here(*run, "--set", "loss=bce", "--out", "several", cwd=here))
+    stored = tomllib.loads((here / "several" / "config.toml").read_text())
+    assert stored["loss"] == {"name": "bce"}
+    saved = safetensors.torch.load_file(here / "several" / "model.safetensors")
+    assert [*saved.values()][-1].shape[0] == 5  # an output for each label
+    save(here, (4,), rng.integers(0, 2, 60))
+    assert accuracies(prefed_here(*run, "--set", "loss=bce", "--out", "one", cwd=here))
+    usual = prefed_here(*run, cwd=here).stdout
+    named = prefed_here(*run, "--set", "loss=cross_entropy", cwd=here).stdout
+    smooth = ("--set", "loss=cross_entropy", "--set", "loss.label_smoothing=0.1")
+    theirs = ("--set", "loss=torch.nn.functional:cross_entropy", *smooth[2:])
+
+    def losses(text: str) -> list[float]:
+        return [json.loads(line)["train_loss"] for line in text.splitlines()]
+
+    assert losses(named) == losses(usual)
+    ours = losses(prefed_here(*run, *smooth, cwd=here).stdout)
+    assert ours == pytest.approx(losses(prefed_here(*run, *theirs, cwd=here).stdout), rel=1e-6)
+    assert ours != losses(usual)
+    wrong = prefed_here("validate", "own.toml", "--set", "loss={name='bce', smooth=1}", cwd=here)
+    assert "loss.smooth: unknown option" in refused(wrong)
+    wrong = prefed_here("validate", "own.toml", "--set", "loss=bc", cwd=here)
+    assert "unknown loss 'bc'; did you mean \"bce\"?" in refused(wrong)
+
+
+def test_more_rounds_on_the_command_line(tmp_path: Path) -> None:
+    run = ("run", "digits-iid", *SHORT, "--quiet")
+    assert prefed_here(*run, "--out", "run", cwd=tmp_path).returncode == 0
+    more = prefed_here(*run, "--out", "run", "--resume", "--set", "rounds=4", cwd=tmp_path)
+    assert more.returncode == 0, more.stderr
+    assert len((tmp_path / "run" / "rounds.jsonl").read_text().splitlines()) == 4
+    fewer = prefed_here(*run, "--out", "run", "--resume", "--set", "rounds=3", cwd=tmp_path)
+    assert "it cannot be given fewer" in refused(fewer)
