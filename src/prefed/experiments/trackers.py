@@ -82,8 +82,8 @@ class MLflow(_Tracker):
 
     package = "mlflow"
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, run: str | None = None, group: str | None = None) -> None:
+        super().__init__(folder, run, group)
         try:
             self.library.MlflowClient()
         except self.library.MlflowException as error:
