@@ -296,6 +296,11 @@ def test_python_of_the_docs() -> None:
     assert names["strategy"].privacy.clip_norm == 0.5
 
 
+def test_parts_that_stay_are_refused() -> None:
+    with pytest.raises(PrefedError, match=r"FedPer\.personal: .*prefed deploy"):
+        prefed.flower.FedPer(client_lr=LR)
+
+
 def test_lockstep_is_refused() -> None:
     with pytest.raises(PrefedError, match="simulation only"):
         prefed.flower.PreFedSync()
