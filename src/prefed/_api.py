@@ -7,6 +7,7 @@ from prefed.algorithms.fedavg import FedAvg, FedAvgM
 from prefed.algorithms.fedopt import FedAdagrad, FedAdam, FedYogi
 from prefed.algorithms.fedprox import FedProx
 from prefed.algorithms.localadam import LocalAdam
+from prefed.algorithms.personal import FedBN, FedPer, FedRep
 from prefed.algorithms.prefed import PreFed
 from prefed.algorithms.prefedlite import PreFedLite
 from prefed.algorithms.prefedopt import PreFedOpt
@@ -30,8 +31,9 @@ from prefed.training.settings import Settings
 __all__ = [
     "ALGORITHMS", "CODECS", "DATASETS", "ENGINES", "LOSSES", "MODELS", "SCAFFOLD", "SPLITS",
     "AdaAlter", "Algorithm", "Callback", "CollapseWarning", "Diverged", "EngineWarning",
-    "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedProx", "FedYogi", "FederatedData", "Field",
-    "Interrupted", "LocalAdam", "Partition", "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync",
-    "PrefedError", "Rate", "Result", "Rule", "Run", "Settings", "Simulation", "average", "derived",
-    "keep", "load_runs", "optim", "reset", "schedule", "simulate", "to_pandas",
+    "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedBN", "FedPer", "FedProx", "FedRep", "FedYogi",
+    "FederatedData", "Field", "Interrupted", "LocalAdam", "Partition", "PreFed", "PreFedLite",
+    "PreFedOpt", "PreFedSync", "PrefedError", "Rate", "Result", "Rule", "Run", "Settings",
+    "Simulation", "average", "derived", "keep", "load_runs", "optim", "reset", "schedule",
+    "simulate", "to_pandas",
 ]  # fmt: skip

@@ -72,22 +72,23 @@ def test_two_runs_give_the_same_bits(name: str) -> None:
 def test_state_has_the_declared_names_and_shapes(name: str) -> None:
     simulation = run(name)
     algorithm, server = simulation.algorithm, simulation.server
-    layout = simulation.task.flat.layout
-    client, optimiser = (
-        algorithm.client_rule().fields(layout),
-        algorithm.server_rule().fields(layout),
-    )
+    flat = simulation.task.flat
+    client = algorithm.client_rule().fields(flat.shared)
+    optimiser = algorithm.server_rule().fields(flat.shared)
+    first = next(iter(simulation.kept.values()), {})
+    personal = {n: v for n, v in first.items() if n.startswith("personal")}
+    assert sum(v.numel() for v in personal.values()) == flat.layout.size - flat.shared.size
     assert {n: f.shape for n, f in optimiser.items()} == {
         n: tuple(v.shape) for n, v in server.optimiser.items()
     }
     for kinds, held in (
         ({"average", "derived"}, server.shared),
-        ({"keep"}, next(iter(simulation.kept.values()), {})),
+        ({"keep"}, {n: v for n, v in first.items() if n not in personal}),
     ):
         declared = {n: f.shape for n, f in client.items() if policy(algorithm, n).kind in kinds}
         assert declared == {n: tuple(v.shape) for n, v in held.items()}
     took_part = {c for record in simulation.history for c in record["cohort"]}
-    keeps = any(policy(algorithm, n).kind == "keep" for n in client)
+    keeps = personal or any(policy(algorithm, n).kind == "keep" for n in client)
     assert set(simulation.kept) == (took_part if keeps else set())
 
 
@@ -133,7 +134,7 @@ def test_float64_and_batchnorm_buffers(name: str) -> None:
         (torch.randn(9, 3, generator=generator).double(), torch.arange(9) % 2) for _ in range(4)
     ]
     result = prefed.simulate(
-        prefed.ALGORITHMS.get(name)(client_lr=1e-12),
+        prefed.ALGORITHMS.get(name)(client_lr=1e-12, statistics="average"),
         model,
         prefed.FederatedData(clients, test=clients[0]),
         rounds=2,

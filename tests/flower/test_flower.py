@@ -46,6 +46,22 @@ def test_the_same_bits_as_simulation(algorithm: dict[str, Any], tmp_path: Path) 
         assert {**ours, "seconds": 0} == {**theirs, "seconds": 0}
 
 
+@pytest.mark.parametrize("algorithm", [
+    {"name": "fedbn"}, {"name": "fedrep", "personal": ["head.*"]},
+    {"name": "prefed", "personal": ["@last"], "upload": "topk(0.1)"},
+], ids=str)  # fmt: skip
+def test_personal_parts_have_the_same_bits_as_in_simulation(
+    algorithm: dict[str, Any], tmp_path: Path
+) -> None:
+    config = config_of(algorithm, model=WITH_STATISTICS)
+    here, there = simulated(config), Federation(config, tmp_path).run()
+    assert torch.equal(here.server.weights, there.server.weights)
+    for ours, theirs in zip(here.history, there.history, strict=True):
+        assert {**ours, "seconds": 0} == {**theirs, "seconds": 0}
+    with pytest.raises(PrefedError, match="evaluate where they are"):
+        there.result().client_model(0)
+
+
 @pytest.mark.parametrize("statistics", ["average", "keep", "reset"])
 def test_statistics_have_the_same_bits_as_in_simulation(statistics: str, tmp_path: Path) -> None:
     algorithm = {"name": "fedavg", "statistics": statistics}

@@ -549,6 +549,11 @@ def test_batches_that_are_not_pairs(tmp_path: Path) -> None:
         run(prefed.flower.PreFed(fraction_evaluate=0.0, retries=0), tiny_grid(app, tmp_path), 1)
 
 
+def test_parts_that_stay_are_refused() -> None:
+    with pytest.raises(PrefedError, match=r"FedPer\.personal: .*prefed deploy"):
+        prefed.flower.FedPer(client_lr=LR)
+
+
 def test_lockstep_is_refused() -> None:
     with pytest.raises(PrefedError, match="simulation only"):
         prefed.flower.PreFedSync()

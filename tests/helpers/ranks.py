@@ -24,6 +24,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "prefedsync": {"engine": "vectorised", "weighting": OWN, "clients_per_round": 2},
     "fedavg": {"engine": "auto", "clients_per_round": 2},
     "prefed+norm": {"engine": "sequential", "clients_per_round": 3},
+    "fedbn+own": {"engine": "vectorised", "clients_per_round": 3},
+    "prefed+part": {"engine": "sequential", "clients_per_round": 3},
     "fedavg+mean": {"engine": "vectorised", "clients_per_round": 5},
     "fedadam": {"engine": "sequential", "clients_per_round": 5, "client_dropout": 0.4, "quorum": 2},
 }
@@ -31,6 +33,8 @@ MORE: dict[str, dict[str, Any]] = {
     "": {},
     "norm": {"statistics": "keep", "momentum": "keep"},
     "mean": {"statistics": "average"},
+    "own": {"personal": ("@norm", "@last")},
+    "part": {"personal": ("@last",), "momentum": "average", "upload": "topk(0.2)"},
     "topk": {"upload": "topk(0.2)", "P_codec": "log4", "P_every": 3, "momentum": "derived",
              "aggregate": "sqrtP"},
 }  # fmt: skip
@@ -44,7 +48,7 @@ def weights() -> dict[str, torch.Tensor]:
         settings = prefed.Settings(rounds=4, local_steps=3, batch_size=4, device="cpu", **options)
         name, _, more = name.partition("+")
         algorithm = prefed.ALGORITHMS.get(name)(client_lr=0.01, **MORE[more])
-        model = batchnorm() if more in ("norm", "mean") else tiny_model()
+        model = batchnorm() if more in ("norm", "mean", "own") else tiny_model()
         simulation = prefed.Simulation(algorithm, model, tiny_data(), settings)
         for _ in range(4):
             record = simulation.run_round()

@@ -45,6 +45,10 @@ class Algorithm(BaseModel):
     "average" them through the server, each will "keep" its own, or "reset" them, so that each
     round begins with the model's first."""
 
+    personal: tuple[str, ...] = ()
+    """Parameters that stay with each client, by name or pattern such as "head.*"; "@norm" stands
+    for those of normalisation layers, "@last" for those of the last layer."""
+
     contrib_options: ClassVar[dict[str, str]] = {}
     """Options of an algorithm of prefed.contrib, which is made in place of this one if they are
     given."""
@@ -65,6 +69,11 @@ class Algorithm(BaseModel):
 
     def server_rule(self) -> Rule:
         return SGD()
+
+    def in_turns(self, rule: Rule, shared: int) -> Rule:
+        """The client rule for weights whose first `shared` numbers go to the server, if these and
+        the personal ones are to move in turns."""
+        return rule
 
     def sharing(self) -> dict[str, Policy]:
         """The policy of each field of the client rule; a field not named here is reset."""

@@ -121,7 +121,7 @@ class Buffers:
             self.constants[name] = _constant(now, now.detach().clone())
 
     def from_before(self, vector: Tensor) -> Tensor:
-        """The statistics in a vector of all buffers, as versions before 0.2 saved them."""
+        """The statistics in a vector of all buffers, as earlier versions saved them."""
         if vector.numel() != self.everything.size:
             return vector
         found = self.everything.views(vector)

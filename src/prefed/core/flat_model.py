@@ -5,23 +5,56 @@ step of an optimiser is a few passes over memory with no loop over parameters. S
 a channels_last convolution stays channels_last inside the vector.
 
 Of the buffers, the statistics (buffers.py) form a second vector, which is never preconditioned.
+
+Parameters that stay with each client come last: what the server has is the first part.
 """
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from prefed.core.buffers import Buffers
 from prefed.core.errors import PrefedError
 from prefed.core.layout import Layout
+
+NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+
+
+def personal_names(module: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The trainable parameters that patterns name; "@norm" stands for those of normalisation
+    layers, "@last" for those of the last layer that has any."""
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    norms = {owner for owner, layer in module.named_modules() if isinstance(layer, NORMS)}
+    owners = {name: name.rpartition(".")[0] for name in names}
+    found: set[str] = set()
+    for pattern in patterns:
+        if pattern == "@norm":
+            found |= {name for name in names if owners[name] in norms}
+        elif pattern == "@last":
+            found |= {name for name in names if owners[name] == owners[names[-1]]}
+        elif matching := {name for name in names if fnmatchcase(name, pattern)}:
+            found |= matching
+        else:
+            raise PrefedError(
+                f"personal: {pattern!r} names no parameter of the model; it has {', '.join(names)}"
+            )
+    if found and len(found) == len(names):
+        raise PrefedError("personal: all parameters would stay with the clients; share some")
+    return [name for name in names if name in found]
 
 
 class FlatModel:
     """A module whose trainable parameters and gradients live in two flat vectors.
 
     The module is changed in place: hand in a copy if it is not yours.
+
+    personal   patterns of the parameters that stay with each client
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, personal: Sequence[str] = ()) -> None:
         parameters = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         if not parameters:
             raise PrefedError("model: it has no trainable parameters")
@@ -31,8 +64,12 @@ class FlatModel:
                 f"model: all trainable parameters must share one floating-point dtype, "
                 f"found {', '.join(dtypes)}; convert it with model.float() or model.double()"
             )
-        self.module = module
+        self.module, self.personal = module, personal
+        stay = personal_names(module, personal)
+        parameters = sorted(parameters, key=lambda pair: pair[0] in stay)
         self.layout = Layout.of(parameters)
+        self.shared = Layout.of(pair for pair in parameters if pair[0] not in stay)
+        """Of the part that the server has, which comes first."""
         first = parameters[0][1]
         self.weights = torch.empty(self.layout.size, dtype=first.dtype, device=first.device)
         self.gradient = torch.zeros_like(self.weights)

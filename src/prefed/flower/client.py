@@ -71,12 +71,12 @@ def _train(text: str, own: OwnData | None, asked: RecordDict, context: Context) 
     algorithm, task, data = run.algorithm, run.task, run.data
     if own is not None:
         data = _own_data(data, own(context))
-    layout = task.flat.layout
     state = unpack(asked[p.SERVER], broadcast(algorithm, run.server))
     state = {name: value.to(task.device) for name, value in state.items()}
     weights, buffers = state.pop("weights"), state.pop("buffers", run.server.buffers)
     steps = torch.tensor(ask.steps, device=task.device)
-    server = Server(ask.round, weights, buffers, {}, state, layout, steps)
+    first = run.server
+    server = Server(ask.round, weights, buffers, {}, state, first.layout, steps, first.personal)
 
     keeps = first_kept(algorithm, task.flat)
     specs = {n: Spec(tuple(v.shape), v.dtype) for n, v in keeps.items()}

@@ -86,6 +86,7 @@ def local_train(
         {n: order.to_model(v).to(start.device) for n, v in shared.items()},
         flat.layout,
         reference.steps.to(start.device),
+        start[:0],
     )
     keeps = first_kept(algorithm, flat)
     kept_specs = {n: Spec(tuple(v.shape), v.dtype) for n, v in keeps.items()}

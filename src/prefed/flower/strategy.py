@@ -132,6 +132,11 @@ class Strategy(FlowerStrategy):
                 f"the codecs {', '.join(sorted(codecs - {'exact'}))} need both ends to be "
                 f"prefed's: prefed deploy"
             )
+        if algorithm.personal:
+            raise PrefedError(
+                f"{type(algorithm).__name__}.personal: a Flower app of one's own sends the whole "
+                f"model; parts that stay with clients need both ends to be prefed's: prefed deploy"
+            )
         for name in ("fraction_train", "min_fraction"):
             if not 0 < (value := getattr(self, name)) <= 1:
                 raise PrefedError(f"{name}: should be above 0 and at most 1, not {value}")

@@ -17,7 +17,7 @@ from prefed.training.engines.auto import Choice, choose, threads_of
 from prefed.training.engines.engine import check_engine, train_block
 from prefed.training.engines.workers import Clients, Workers
 from prefed.training.mean import Mean
-from prefed.training.round import Server, Update, first_kept
+from prefed.training.round import Server, Update, client_state, first_kept
 from prefed.training.settings import Settings
 from prefed.training.task import Task
 from prefed.training.trainer import Arrived, Trainer, check_fits
@@ -126,6 +126,9 @@ class LocalTrainer(Trainer):
 
     def keep(self, server: Server, arrived: Arrived) -> None:
         self.kept.update(arrived.kept)
+
+    def client_state(self, server: Server, client: int) -> tuple[Tensor, Tensor]:
+        return client_state(server, self.kept.get(client, {}))
 
     def state(self) -> dict[str, Tensor]:
         clients = sorted(self.kept)

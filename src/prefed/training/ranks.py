@@ -149,7 +149,8 @@ def kept_of_all(kept: dict[int, State], like: State) -> dict[int, State]:
         for source in range(dist.get_world_size()):
             mine = kept if source == dist.get_rank() else {}
             for client in map(int, _broadcast_text(" ".join(map(str, mine)), source).split()):
-                packed = _pack(mine.get(client, like))
+                held = mine.get(client, like)
+                packed = _pack({name: held[name] for name in like})
                 dist.broadcast(packed, source)
                 everything[client] = _unpack(packed, like)
     return everything

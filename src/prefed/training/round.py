@@ -7,7 +7,7 @@ Engines decide where and for how many clients at a time local_update runs.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +29,9 @@ BUFFERS, STEPS = "buffers", "buffer_steps"
 """The statistics of a model's buffers among the values that are sent or kept; and, for its
 counters, the local steps behind statistics that are kept."""
 
+PERSONAL = "personal"
+"""Kept by a client: its part of the weights; and, with a field's name behind it, of that field."""
+
 LOST = "lost"
 """Kept by a client whose codec has error feedback: what it has not sent yet of its changes."""
 
@@ -49,22 +52,31 @@ class Server:
     """Of the weights. Part of no message: both sides have it from their model."""
     steps: Tensor
     """The local steps behind the statistics: what the counters among the buffers go by."""
+    personal: Tensor
+    """The first values of the part of the weights that stays with clients. Part of no message."""
 
     @classmethod
     def start(
-        cls, algorithm: Algorithm, layout: Layout, weights: Tensor, buffers: Tensor
+        cls,
+        algorithm: Algorithm,
+        layout: Layout,
+        weights: Tensor,
+        buffers: Tensor,
     ) -> "Server":
+        """From the model's first weights, of which the server has those in its layout."""
+        weights, personal = weights[: layout.size].clone(), weights[layout.size :].clone()
         optimiser = algorithm.server_rule().fields(layout)
         client = algorithm.client_rule().fields(layout)
         shared = {n: f for n, f in client.items() if policy(algorithm, n).comes_down}
         return cls(
             round=0,
-            weights=weights.clone(),
+            weights=weights,
             buffers=buffers.clone(),
             optimiser={name: field.new(weights) for name, field in optimiser.items()},
             shared={name: field.new(weights) for name, field in shared.items()},
             layout=layout,
             steps=weights.new_zeros((), dtype=torch.int64),
+            personal=personal,
         )
 
     def broadcast(self, algorithm: Algorithm) -> State:
@@ -155,18 +167,25 @@ def local_update(
     algorithm: Algorithm, server: Server, block: Block, kept: Kept, steps: int
 ) -> Update:
     """K local steps from the server's state, on each client of the block."""
-    w = block.weights
+    w, size = block.weights, server.layout.size
     lr = at(algorithm.client_lr, server.round)
-    rule = block.rule(algorithm)
+    rule = algorithm.in_turns(block.rule(algorithm), size)
     fields = rule.fields(block.layout)
+    shared = _shared(algorithm, fields, block.layout)
 
-    w.copy_(server.weights)
+    w[:, :size].copy_(server.weights)
+    for row, mine in _personal(server, w, block, kept, PERSONAL):
+        row.copy_(server.personal if mine is None else mine)
     behind = _write_statistics(algorithm, server, block, kept)
     state = {name: block.state(name, field) for name, field in fields.items()}
     for name, field in fields.items():
         match policy(algorithm, name).kind:
             case "reset":
                 state[name].fill_(field.start)
+            case "average" | "derived" if name in shared:
+                state[name][:, :size].copy_(server.shared[name])
+                for row, mine in _personal(server, state[name], block, kept, f"{PERSONAL}.{name}"):
+                    row.fill_(field.start) if mine is None else row.copy_(mine)
             case "average" | "derived":
                 state[name].copy_(server.shared[name])
             case "keep":
@@ -176,19 +195,50 @@ def local_update(
                     else:
                         row.fill_(field.start)
 
+    began = w[:, size:].clone()
     rule.begin(w, state)
     losses = block.run_steps(algorithm, rule, state, lr, steps)
     rule.finish(w, state, lr, steps)
 
-    w.sub_(server.weights)
-    sent = {n: state[n] for n in fields if policy(algorithm, n).sent(server.round)}
     stays = {n: state[n] for n in fields if policy(algorithm, n).kind == "keep"}
+    if server.personal.numel():
+        own = {n: state[n][:, size:] for n in shared}
+        if any(policy(algorithm, n).kind == "derived" for n in own):
+            own |= algorithm.derive(w[:, size:] - began, own, lr, steps)
+        stays |= {PERSONAL: w[:, size:]} | {f"{PERSONAL}.{n}": own[n] for n in shared}
+    w[:, :size].sub_(server.weights)
+    sent = {n: state[n] for n in fields if policy(algorithm, n).sent(server.round)}
+    sent |= {n: state[n][:, :size].contiguous() for n in sent if n in shared}
     match algorithm.statistics:
         case "average":
             sent[BUFFERS] = block.read_buffers()
         case "keep" if server.buffers.numel():
             stays |= {BUFFERS: block.read_buffers(), STEPS: behind + steps}
-    return Update(values={"weights": w} | sent, kept=stays, losses=losses / steps)
+    change = w[:, :size].contiguous()
+    return Update(values={"weights": change} | sent, kept=stays, losses=losses / steps)
+
+
+def _personal(
+    server: Server, rows: Tensor, block: Block, kept: Kept, name: str
+) -> Iterable[tuple[Tensor, Tensor | None]]:
+    """The personal part of each row, and what its client has kept of it."""
+    if not server.personal.numel():
+        return ()
+    own = [kept.get(client, {}).get(name) for client in block.clients]
+    return zip(rows[:, server.layout.size :], own, strict=True)
+
+
+def _shared(algorithm: Algorithm, fields: Mapping[str, Field], layout: Layout) -> list[str]:
+    """The fields that the server has a copy of for its part of the weights."""
+    vectors = [name for name, field in fields.items() if field.shape == (layout.size,)]
+    return [name for name in vectors if policy(algorithm, name).comes_down]
+
+
+def client_state(server: Server, kept: State) -> tuple[Tensor, Tensor]:
+    """All weights and statistics of a client that keeps this, as it would be evaluated: the
+    server's where it has none of its own."""
+    weights = torch.cat([server.weights, kept.get(PERSONAL, server.personal)])
+    return weights, kept.get(BUFFERS, server.buffers)
 
 
 def _write_statistics(algorithm: Algorithm, server: Server, block: Block, kept: Kept) -> Tensor:
@@ -262,7 +312,11 @@ def first_kept(algorithm: Algorithm, flat: FlatModel) -> State:
     if algorithm.statistics == "keep" and (buffers := flat.read_buffers()).numel():
         kept |= {BUFFERS: buffers, STEPS: weights.new_zeros((), dtype=torch.int64)}
     if codec_of(algorithm, "weights").feedback:
-        kept[LOST] = weights.new_zeros(flat.layout.size)
+        kept[LOST] = weights.new_zeros(flat.shared.size)
+    if (first := weights[flat.shared.size :]).numel():
+        shared = _shared(algorithm, fields, flat.layout)
+        starts = {f"{PERSONAL}.{n}": torch.full_like(first, fields[n].start) for n in shared}
+        kept |= {PERSONAL: first.clone()} | starts
     return kept
 
 
@@ -270,11 +324,12 @@ TRIED = 100
 """Steps that a rule may leave the weights as they are."""
 
 
-def check_in_place(algorithm: Algorithm, layout: Layout, weights: Tensor, steps: int) -> None:
+def check_in_place(algorithm: Algorithm, flat: FlatModel, steps: int) -> None:
     """Try both rules on copies of the weights, as a client and the server hold them."""
     client_lr, server_lr = at(algorithm.client_lr, 0), at(algorithm.server_lr, 0)
-    _try(algorithm.client_rule().fit(layout), layout, weights[None], client_lr, min(steps, TRIED))
-    _try(algorithm.server_rule().fit(layout), layout, weights, server_lr, TRIED)
+    whole, shared, weights = flat.layout, flat.shared, flat.weights
+    _try(algorithm.client_rule().fit(whole), whole, weights[None], client_lr, min(steps, TRIED))
+    _try(algorithm.server_rule().fit(shared), shared, weights[: shared.size], server_lr, TRIED)
 
 
 def _try(rule: Rule, layout: Layout, weights: Tensor, lr: float, steps: int) -> None:
@@ -308,6 +363,27 @@ def _try(rule: Rule, layout: Layout, weights: Tensor, lr: float, steps: int) -> 
         f"{name}.step: it leaves the weights as they are; a rule changes w in place: "
         f"w.sub_(lr * g) does, w = w - lr * g makes another tensor and trains nothing"
     )
+
+
+def check_personal(algorithm: Algorithm, flat: FlatModel) -> None:
+    """Refuse what has no meaning where a part of the weights stays with clients."""
+    if flat.shared.size == flat.layout.size:
+        return
+    rule, name = algorithm.client_rule(), type(algorithm).__name__
+    if rule.lockstep:
+        raise PrefedError(f"{name}.personal: its clients average every gradient, all of it")
+    if not rule.elementwise:
+        raise PrefedError(
+            f"{name}.personal: its client rule joins coordinates, which cannot stay in part; "
+            f'take shape="diagonal"'
+        )
+    fields = rule.fields(flat.layout)
+    for field in fields.keys() - {*_shared(algorithm, fields, flat.layout)}:
+        if policy(algorithm, field).comes_down:
+            raise PrefedError(
+                f"{name}.personal: {field} is one number for all weights, and those that stay have "
+                f"seen other steps than those that are averaged; set bias_correction=False"
+            )
 
 
 def check_sharing(algorithm: Algorithm, layout: Layout) -> None:

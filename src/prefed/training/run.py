@@ -22,9 +22,12 @@ from prefed.training.diagnostics import CollapseWatch, diagnose
 from prefed.training.observers import Callback, Observers
 from prefed.training.ranks import make_trainer
 from prefed.training.round import (
+    STEPS,
     Server,
     check_in_place,
+    check_personal,
     check_sharing,
+    client_state,
     server_update,
     traffic,
 )
@@ -52,6 +55,8 @@ class Result:
     """The final global state, with the optimiser state."""
     kept: dict[int, State]
     """The state that clients keep, for those that took part."""
+    client_model: Callable[[int], nn.Module]
+    """The model that a client would use: the global one with the client's own parts."""
 
 
 class Run:
@@ -86,13 +91,15 @@ class Run:
             raise PrefedError(f"quorum: {settings.quorum} is more than the {asked} of a cohort")
         self.algorithm, self.data, self.settings = algorithm, data, settings
         device = choose_device(settings.device)
-        self.task = Task(model, loss, data, device, settings.channels_last, settings.precision)
+        kind = settings.channels_last, settings.precision
+        self.task = Task(model, loss, data, device, *kind, algorithm.personal)
         self.task.check(data)
         flat = self.task.flat
-        check_sharing(algorithm, flat.layout)
-        check_in_place(algorithm, flat.layout, flat.weights, settings.local_steps)
+        check_sharing(algorithm, flat.shared)
+        check_personal(algorithm, flat)
+        check_in_place(algorithm, flat, settings.local_steps)
         self.trainer = make_trainer(algorithm, self.task, data, settings)
-        self.server = Server.start(algorithm, flat.layout, flat.weights, flat.read_buffers())
+        self.server = Server.start(algorithm, flat.shared, flat.weights, flat.read_buffers())
         self.history: list[Record] = []
         self.is_whole = True
         """The state is that between two rounds; not while the server steps, or after a step
@@ -276,11 +283,26 @@ class Run:
         self._load()
         model = self.task.model()
         weights = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
-        return Result(weights, model, self.history, self.server, self.kept)
+        return Result(weights, model, self.history, self.server, self.kept, self.client_model)
 
-    def _load(self) -> None:
-        self.task.flat.weights.copy_(self.server.weights)
-        self.task.flat.write_buffers(self.server.buffers, self.server.steps)
+    def client_model(self, client: int) -> nn.Module:
+        """The model that a client would use: the global one with its own parts, if it has any."""
+        if not 0 <= client < len(self.data):
+            raise PrefedError(f"client: {client} is none of the {len(self.data)} there are")
+        self._load(client)
+        model = self.task.model()
+        self._load()
+        return model
+
+    def _load(self, client: int | None = None) -> None:
+        """Put the global model, or that of a client, into the task."""
+        server, flat, steps = self.server, self.task.flat, self.server.steps
+        weights, buffers = client_state(server, {})
+        if client is not None:
+            weights, buffers = self.trainer.client_state(server, client)
+            steps = self.kept.get(client, {}).get(STEPS, steps)
+        flat.weights.copy_(weights)
+        flat.write_buffers(buffers, steps)
 
     def _diverged(self, record: Record, start: float, what: str) -> Diverged:
         record |= {"diverged": what, "seconds": time.perf_counter() - start}

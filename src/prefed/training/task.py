@@ -53,6 +53,7 @@ class Task:
         device: torch.device,
         channels_last: bool = False,
         precision: str = "float32",
+        personal: Sequence[str] = (),
     ) -> None:
         if not isinstance(model, nn.Module):
             raise PrefedError(f"model: should be a torch.nn.Module, not {type(model).__name__}")
@@ -65,7 +66,7 @@ class Task:
         self.channels_last = channels_last or _likes_channels_last(model, device)
         if self.channels_last:
             _lay_out(model, torch.channels_last)
-        self.flat = FlatModel(model)
+        self.flat = FlatModel(model, personal)
         self.precision = precision
         self.loss = make_loss(loss) if isinstance(loss, str) else loss or by_targets
         self.transform = data.transform
@@ -76,9 +77,8 @@ class Task:
 
     def copy(self, data: FederatedData) -> "Task":
         """Another instance of the model, for another thread."""
-        other = Task(
-            self.flat.module, self.loss, data, self.device, self.channels_last, self.precision
-        )
+        kind = self.device, self.channels_last, self.precision, self.flat.personal
+        other = Task(self.flat.module, self.loss, data, *kind)
         other.randomness = self.randomness
         other.flat.buffers.like(self.flat.buffers)
         return other

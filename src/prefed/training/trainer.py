@@ -63,6 +63,10 @@ class Trainer(ABC):
     def keep(self, server: Server, arrived: Arrived) -> None:
         """The round counts: what its clients keep is theirs from now on."""
 
+    def client_state(self, server: Server, client: int) -> tuple[Tensor, Tensor]:
+        """All weights and statistics of a client, as it would be evaluated."""
+        raise PrefedError("what clients keep is not held here; evaluate where they are")
+
     def state(self) -> dict[str, Tensor]:
         """What the next rounds depend on besides the server, by name, as a checkpoint holds it."""
         return {}

@@ -1,0 +1,72 @@
+"""Algorithms that leave a part of the model with each client. `personal` is an option of every
+algorithm; these are FedAvg with the parts that their papers leave."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import PositiveInt
+from torch import Tensor
+
+from prefed.algorithms.algorithm import ALGORITHMS
+from prefed.algorithms.fedavg import FedAvg
+from prefed.core.layout import Layout
+from prefed.rules import Field, Rule, State
+
+
+@ALGORITHMS.register("fedper")
+class FedPer(FedAvg):
+    """Arivazhagan et al. 2019: the last layer, or what `personal` names, stays with the client."""
+
+    personal: tuple[str, ...] = ("@last",)
+
+
+@ALGORITHMS.register("fedrep")
+class FedRep(FedPer):
+    """Collins et al. 2021: as FedPer, but the parts move in turns: in the first `personal_steps` of
+    a round only the personal one, in the others only the one that is shared."""
+
+    personal_steps: PositiveInt = 1
+
+    def in_turns(self, rule: Rule, shared: int) -> Rule:
+        return InTurns(rule, shared, self.personal_steps)
+
+
+@ALGORITHMS.register("fedbn")
+class FedBN(FedAvg):
+    """Li et al. 2021: normalisation layers stay with the client, with their statistics. A model
+    without such layers is trained by FedAvg."""
+
+    personal: tuple[str, ...] = ("@norm",)
+    statistics: Literal["average", "keep", "reset"] = "keep"
+
+
+@dataclass(frozen=True)
+class InTurns(Rule):
+    """A rule whose state is of vectors, on one part of the weights at a time: the other rests, and
+    so does its state."""
+
+    rule: Rule
+    shared: int
+    personal_steps: int
+
+    def fields(self, layout: Layout) -> dict[str, Field]:
+        return self.rule.fields(layout)
+
+    def begin(self, w: Tensor, state: State) -> None:
+        self.rule.begin(w, state)
+
+    def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
+        self.rule.step(w, g, state, lr, k)
+
+    def finish(self, w: Tensor, state: State, lr: float, steps: int) -> None:
+        self.rule.finish(w, state, lr, steps)
+
+    def apply(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
+        first = slice(self.shared, None) if k < self.personal_steps else slice(self.shared)
+        whole = {"w": w, "g": g} | state
+        parts = {name: value[..., first].contiguous() for name, value in whole.items()}
+        moving = {name: parts[name] for name in state}
+        self.rule.apply(parts["w"], parts["g"], moving, lr, k)
+        w[..., first] = parts["w"]
+        for name, value in moving.items():
+            state[name][..., first] = value

@@ -1,0 +1,179 @@
+"""Parts of a model that stay with each client: against plain PyTorch, in every engine, resumed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import prefed
+from prefed.core.flat_model import personal_names
+from prefed.experiments.config import load
+from prefed.experiments.run_directory import execute
+from tests.helpers.oracles.modules import check_same, federated
+from tests.helpers.problems import SIZES, tiny_data
+
+LR, STEPS, COHORT = 0.1, 3, 2
+
+
+def conv_net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Unflatten(1, (1, SIZES[0])), nn.Conv1d(1, 4, 3, padding=1), nn.BatchNorm1d(4),
+        nn.ReLU(), nn.Flatten(), nn.LayerNorm(4 * SIZES[0]), nn.Linear(4 * SIZES[0], SIZES[2]),
+    ).double()  # fmt: skip
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(4)
+    layers = [nn.Linear(SIZES[0], 6), nn.Tanh(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, SIZES[2])]
+    return nn.Sequential(*layers).double()
+
+
+def simulate(algorithm: prefed.Algorithm, model: nn.Module, **options: Any) -> prefed.Result:
+    settings: dict[str, Any] = {"rounds": 3, "local_steps": STEPS, "batch_size": None,
+                                "clients_per_round": COHORT, "device": "cpu"}  # fmt: skip
+    return prefed.simulate(algorithm, model, tiny_data(), **settings | options)
+
+
+CASES: dict[str, tuple[prefed.Algorithm, Any, str, dict[str, Any]]] = {
+    "FedBN": (prefed.FedBN(client_lr=LR), conv_net, "25", {"statistics": "keep"}),
+    "FedPer": (prefed.FedPer(client_lr=LR), mlp, "4", {}),
+    "FedPer, conv": (prefed.FedPer(client_lr=LR, client_momentum=0.5), conv_net, "6",
+                     {"momentum": 0.5}),
+    "FedPer, first layer": (prefed.FedPer(client_lr=LR, personal=("0.*",)), mlp, "0", {}),
+    "FedRep": (prefed.FedRep(client_lr=LR, personal_steps=1), mlp, "4", {"personal_steps": 1}),
+    "FedRep, momentum": (
+        prefed.FedRep(client_lr=LR, personal_steps=2, client_momentum=0.9, personal=("[24].*",)),
+        mlp, "24", {"personal_steps": 2, "momentum": 0.9},
+    ),
+    "FedRep, conv": (prefed.FedRep(client_lr=LR, statistics="keep", personal=("@last", "@norm")),
+                     conv_net, "256", {"personal_steps": 1, "statistics": "keep"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("case", CASES)
+def test_against_plain_pytorch(case: str, engine: str) -> None:
+    algorithm, make, layers, options = CASES[case]
+    model, data = make(), tiny_data()
+    result = simulate(algorithm, model, engine=engine)
+    cohorts = [r["cohort"] for r in result.history]
+    samples = [data.client(i).all() for i in range(len(data))]
+    wanted, used = federated(
+        model, samples, cohorts, LR, STEPS, personal=lambda name: name[0] in layers, **options
+    )
+    check_same(result.model, wanted)
+    for client, module in used.items():
+        check_same(result.client_model(client), module)
+    took_part = {client for cohort in cohorts for client in cohort}
+    assert took_part == result.kept.keys()
+    assert len(took_part) < len(used)  # some have nothing of their own yet
+    shared = sum(p.numel() for n, p in model.named_parameters() if n[0] not in layers)
+    sent = 8 * shared
+    if options.get("statistics", "average") == "average":
+        sent += 8 * sum(b.numel() for b in model.buffers() if b.is_floating_point())
+    assert {r["bytes_up"] for r in result.history} == {COHORT * sent}
+    assert {r["bytes_down"] for r in result.history} == {COHORT * sent}
+
+
+ANY: list[prefed.Algorithm] = [
+    prefed.PreFed(client_lr=0.005, personal=("4.*",)),
+    prefed.PreFed(client_lr=0.005, momentum="keep", personal=("4.*",), upload="topk(0.2)"),
+    prefed.PreFed(client_lr=0.005, momentum="derived", personal=("4.*",), clip_norm=1.0),
+    prefed.PreFedOpt(client_lr=0.05, personal=("4.*",)),
+    prefed.SCAFFOLD(client_lr=0.05, personal=("4.*",)),
+    prefed.FedProx(client_lr=0.05, personal=("4.*",)),
+    prefed.AdaAlter(client_lr=0.01, personal=("4.*",)),
+    prefed.LocalAdam(client_lr=0.01, personal=("4.*",), state="keep"),
+]
+
+
+@pytest.mark.parametrize("algorithm", ANY, ids=lambda a: type(a).__name__)
+def test_any_algorithm_in_every_engine(algorithm: prefed.Algorithm) -> None:
+    one = simulate(algorithm, mlp(), engine="sequential", batch_size=4)
+    two = simulate(algorithm, mlp(), engine="sequential", batch_size=4, workers=2)
+    other = simulate(algorithm, mlp(), engine="vectorised", batch_size=4)
+    for client in range(6):
+        check_same(two.client_model(client), one.client_model(client), 0)
+        check_same(other.client_model(client), one.client_model(client), 1e-9)
+    assert one.server.weights.numel() == 64
+    heads = [one.client_model(i)[4].weight for i in sorted(one.kept)]  # type: ignore[index]
+    assert all(not torch.equal(heads[0], head) for head in heads[1:])
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
+def test_parts_in_turns_compiled() -> None:
+    algorithm = prefed.FedRep(client_lr=LR, client_momentum=0.5, personal_steps=2)
+    one, other = (
+        simulate(algorithm, mlp(), engine=engine, batch_size=4)
+        for engine in ("sequential", "compiled")
+    )
+    for client in range(6):
+        check_same(other.client_model(client), one.client_model(client), 1e-9)
+
+
+def test_the_state_of_the_personal_part_stays_with_it() -> None:
+    """A cohort of one: the client and the server together are one client that trains alone, so
+    where a part of it lives makes no difference."""
+    data = prefed.FederatedData([tiny_data().client(0).all()])
+    options: dict[str, Any] = {"rounds": 4, "local_steps": 3, "batch_size": 4, "device": "cpu"}
+    for more in ({"momentum": "average"}, {"momentum": "keep"}, {"momentum": "derived"}):
+        apart, whole = (
+            prefed.simulate(
+                prefed.PreFed(client_lr=0.005, personal=p, **more), mlp(), data, **options
+            )
+            for p in (("2.*", "4.*"), ())
+        )
+        check_same(apart.client_model(0), whole.model, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["fedbn", "fedrep", "prefed"])
+def test_a_resumed_run_has_the_same_bits(name: str, tmp_path: Path) -> None:
+    changes = ["rounds=4", "local_steps=2", "clients_per_round=3", "device=cpu",
+               "engine=sequential", f"algorithm={name}", "model=resnet8", "model.width=2",
+               "model.norm=batch", "data.split.clients=5"]  # fmt: skip
+    if name == "prefed":
+        changes += ['personal=["head.*"]', "upload=topk(0.2)"]
+    config = load("digits-noniid", changes)
+    whole = execute(config, tmp_path / "whole")
+    rounds = iter(range(1, 9))
+    with pytest.raises(prefed.Interrupted):
+        execute(config, tmp_path / "cut", stop=lambda: next(rounds) == 2)
+    cut = execute(config, tmp_path / "cut", resume=True)
+    for client in range(5):
+        check_same(cut.client_model(client), whole.client_model(client), 0)
+    assert [r["train_loss"] for r in cut.history] == [r["train_loss"] for r in whole.history]
+
+
+def test_names() -> None:
+    net = conv_net()
+    assert personal_names(net, ["@norm"]) == ["2.weight", "2.bias", "5.weight", "5.bias"]
+    assert personal_names(net, ["@last", "1.b*"]) == ["1.bias", "6.weight", "6.bias"]
+    assert personal_names(mlp(), ["@norm"]) == []
+    with pytest.raises(prefed.PrefedError, match=r"personal: 'head' names no .* it has 0\.weight,"):
+        personal_names(mlp(), ["head"])
+    with pytest.raises(prefed.PrefedError, match="share some"):
+        personal_names(mlp(), ["*"])
+
+
+@pytest.mark.parametrize(("algorithm", "what"), [
+    (prefed.PreFedSync(personal=("4.*",)), "average every gradient"),
+    (prefed.PreFed(shape="kronecker", personal=("4.*",)), 'shape="diagonal"'),
+    (prefed.PreFed(bias_correction=True, personal=("4.*",)), "bias_correction=False"),
+])  # fmt: skip
+def test_what_has_no_meaning_is_refused(algorithm: prefed.Algorithm, what: str) -> None:
+    with pytest.raises(prefed.PrefedError, match=what):
+        simulate(algorithm, mlp())
+
+
+def test_a_client_that_is_not_there() -> None:
+    result = simulate(prefed.FedPer(), mlp(), rounds=1)
+    with pytest.raises(prefed.PrefedError, match="client: 6 is none of the 6"):
+        result.client_model(6)
