@@ -66,7 +66,7 @@ def test_it_is_one_small_file_and_escapes_what_users_write(report: Path) -> None
     assert "&lt;script&gt;alert(1)" in html
     assert "http://" not in html.replace("http://www.w3.org/2000/svg", "")
     assert "https://" not in html
-    assert "prefedopt, seed 2: in round 41" in html
+    assert "Diverged: prefedopt, seed 2: in round 41" in html
 
 
 @pytest.fixture(scope="module")

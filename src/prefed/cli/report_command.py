@@ -34,7 +34,8 @@ def runs(folders: Folders) -> None:
 
     found = load_runs(*folders)
     shown = measures(found)
-    figures = [heading for m in shown for heading in (m.heading, f"best{m.unit}")]
+    splits = "/".join(sorted({run.split for run in found}))
+    figures = [heading for m in shown for heading in (m.heading(splits), f"best{m.unit}")]
     view = Table("run", "algorithm", "seed", "status", "rounds", *figures, "MB up")
     for run in found:
         cells = []

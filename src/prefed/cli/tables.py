@@ -14,7 +14,7 @@ def ranking(groups: list[Group], target: float) -> Table:
     """Best mean first. A run that diverged is shown as diverged, never left out."""
     view = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     view.add_column("algorithm", no_wrap=True)
-    for heading in headings(groups[0].measure, target):
+    for heading in headings(groups[0], target):
         view.add_column(heading, justify="right", no_wrap=True)
     for group in groups:
         view.add_row(group.label, *group.cells(target))
@@ -25,7 +25,7 @@ def points(scored: list[Scored], most: int = 20) -> Table:
     """The points of a sweep, best first."""
     view = Table(*scored[0].point)
     by = measure([run for s in scored for run in s.runs])
-    view.add_column(f"validation {by.name}{by.unit}", justify="right")
+    view.add_column(by.heading("validation"), justify="right")
     for s in scored[:most]:
         value = "diverged" if s.score == -math.inf else by.text(by.sign * s.score)
         view.add_row(*s.point.values(), value)

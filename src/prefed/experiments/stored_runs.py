@@ -47,6 +47,13 @@ class StoredRun:
         return int(self.config.get("seed", 0))
 
     @property
+    def split(self) -> str:
+        """What `test_loss` and `test_accuracy` are of: "test", or "validation" if samples were set
+        aside for that."""
+        data = self.config.get("data")
+        return "validation" if isinstance(data, dict) and data.get("validation") else "test"
+
+    @property
     def status(self) -> str:
         """finished, diverged, running, or interrupted (and can be resumed)."""
         if self.history and _diverged(self.history[-1]):

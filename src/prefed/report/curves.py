@@ -46,28 +46,42 @@ class Chart:
     curves: list[Curve]
     percent: bool = False
     log: bool = False
+    split: str = "test"
+    """What its runs were evaluated on."""
 
     def has_data(self) -> bool:
         return any(curve.x for curve in self.curves)
 
 
 def charts(groups: list[Group]) -> list[Chart]:
-    """What a report shows, in order; charts without data are left out."""
+    """What a report shows, in order, split by split; charts without data are left out. A label has
+    the same colour in all of them."""
+    labels = list(dict.fromkeys(group.label for group in groups))
+    colours = {label: COLOURS[i % len(COLOURS)] for i, label in enumerate(labels)}
+    splits = dict.fromkeys(group.split for group in groups)
+    return [chart for split in splits for chart in _charts(groups, split, colours)]
+
+
+def _charts(groups: list[Group], split: str, colours: dict[str, str]) -> list[Chart]:
+    groups = [group for group in groups if group.split == split]
 
     def chart(name: str, title: str, y: str, y_label: str, x: str = "round", **kind: Any) -> Chart:
-        curves = [curve(group, y, x, COLOURS[i % len(COLOURS)]) for i, group in enumerate(groups)]
-        return Chart(name, title, X[x][0], y_label, curves, **kind)
+        curves = [curve(group, y, x, colours[group.label]) for group in groups]
+        if split != "test":
+            name = f"{split}-{'train-loss' if name == 'loss' else name.removeprefix('test-')}"
+        return Chart(name, title, X[x][0], y_label, curves, split=split, **kind)
 
-    accuracy = ("test_accuracy", "test accuracy")
-    loss = ("test_loss", "test loss")
+    accuracy = ("test_accuracy", f"{split} accuracy")
+    loss = ("test_loss", f"{split} loss")
+    of = split.capitalize()
     by_loss = [
-        chart("test-loss-megabytes", "Test loss for upload", *loss, x="megabytes", log=True),
-        chart("test-loss-seconds", "Test loss for time", *loss, x="seconds", log=True),
+        chart("test-loss-megabytes", f"{of} loss for upload", *loss, x="megabytes", log=True),
+        chart("test-loss-seconds", f"{of} loss for time", *loss, x="seconds", log=True),
     ]
     made = [
-        chart("accuracy", "Test accuracy", *accuracy, percent=True),
+        chart("accuracy", f"{of} accuracy", *accuracy, percent=True),
         chart("loss", "Training loss", "train_loss", "training loss", log=True),
-        chart("test-loss", "Test loss", *loss, log=True),
+        chart("test-loss", f"{of} loss", *loss, log=True),
         chart("accuracy-megabytes", "Accuracy for upload", *accuracy, x="megabytes", percent=True),
         chart("accuracy-seconds", "Accuracy for time", *accuracy, x="seconds", percent=True),
         *(by_loss if groups[0].measure is LOSS else []),

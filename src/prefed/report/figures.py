@@ -98,7 +98,7 @@ def draw_heat_map(scored: list[Scored]) -> Figure | None:
             dark = math.isfinite(value) and by.sign * (value - middle) < 0
             colour = "white" if dark else "black"
             axes.text(x, y, text, ha="center", va="center", color=colour, fontsize=8)
-    figure.colorbar(image, label=f"validation {by.name}{by.unit}")
+    figure.colorbar(image, label=by.heading("validation"))
     return figure
 
 

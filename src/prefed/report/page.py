@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import tomli_w
@@ -32,8 +33,12 @@ def write_report(
     target: float = 0.9,
     title: str = "prefed report",
     sweep: list[Scored] | None = None,
+    notes: Sequence[str] = (),
 ) -> list[Path]:
-    """Write the report to `path` and its figures into the folder of that name; their paths."""
+    """Write the report to `path` and its figures into the folder of that name; their paths.
+
+    notes  sentences for a reader to mind, such as a best point at the edge of its grid
+    """
     groups = group(runs)
     shown = charts(groups)
     folder = path.with_suffix("")
@@ -51,10 +56,10 @@ def write_report(
         title=title,
         version=__version__,
         measure=groups[0].measure.name,
-        headings=headings(groups[0].measure, target),
-        rows=[(g.label, g.cells(target)) for g in groups],
+        settings=len({g.label for g in groups}),
         seeds=max(len(g.runs) for g in groups),
-        diverged=_diverged(groups),
+        tables=_tables(groups, target),
+        notes=[*notes, *_diverged(groups)],
         charts=shown,
         data=[asdict(chart) for chart in shown],
         heat_map=image(heat_map),
@@ -102,13 +107,24 @@ def image(figure: Figure | None) -> str | None:
     return "data:image/png;base64," + base64.b64encode(figures.to_bytes(figure, "png")).decode()
 
 
+def _tables(groups: list[Group], target: float) -> list[dict[str, Any]]:
+    """A ranking for each split that runs were evaluated on."""
+    found = []
+    for split, name in (("test", "the test set"), ("validation", "the validation split")):
+        if own := [g for g in groups if g.split == split]:
+            rows = [(g.label, g.cells(target)) for g in own]
+            found.append({"on": name, "headings": headings(own[0], target), "rows": rows})
+    return found
+
+
 def _diverged(groups: list[Group]) -> list[str]:
-    return [
+    found = [
         f"{g.label}, seed {run.seed}: in round {len(run.history)}"
         for g in groups
         for run in g.runs
         if run.status == "diverged"
     ]
+    return [f"Diverged: {'; '.join(found)}."] if found else []
 
 
 def _commands(g: Group) -> list[str]:
