@@ -89,12 +89,12 @@ def _diverged(last: Record) -> bool:
     return "diverged" in last or (last.get("train_loss") is None and not last.get("skipped"))
 
 
-def load_run(folder: Path) -> StoredRun:
+def load_run(folder: Path, with_records: bool = True) -> StoredRun:
     """The run in a directory."""
     config = _checked(read_config(folder), str(folder / "config.toml"))
     run = StoredRun(folder, config)
     path = folder / "rounds.jsonl"
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(_lines(path) if with_records else (), 1):
         try:
             run.history.append(from_json(line))
         except NotARecord:
