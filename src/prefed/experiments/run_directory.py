@@ -243,7 +243,7 @@ OPTIONAL = (
     "client_loss_mean", "client_loss_worst_tenth",
 )  # fmt: skip
 """Numbers that may be null or missing."""
-LISTS = ("cohort", "dropped", "client_accuracies", "client_losses")
+LISTS = ("cohort", "dropped", "left_out", "client_accuracies", "client_losses")
 """Lists of numbers that may be missing."""
 
 

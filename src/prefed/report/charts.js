@@ -70,16 +70,19 @@
     const axis = { stroke: ink("--faint"), font: "11px system-ui, sans-serif", grid: { stroke: ink("--line"), width: 1 }, ticks: { stroke: ink("--line"), width: 1, size: 4 } };
     const whole = (u, low, high) => {
       if (u.zoomed || low === null) return [low, high];
-      if (p.log) return [low / 1.2, high * 1.2];
+      const digit = (v, round) => { const e = 10 ** Math.floor(Math.log10(v)); return round(v / e) * e; };
+      if (p.log) return [digit(low / 1.02, Math.floor), digit(high * 1.02, Math.ceil)];
       const room = (high - low || Math.abs(high) || 1) * .05;
       return chart.percent ? [Math.max(0, low - room), Math.min(1, high + room)] : [chart.steps ? 0 : low - room, high + room];
     };
+    // On a log axis the first line may be anywhere: only round numbers have room for a label.
+    const labelled = (log, text) => (u, ticks) => ticks.map(v => v === null || (log && +v.toPrecision(1) !== +v.toPrecision(6)) ? "" : text(v));
     return {
       ...size(box), series: p.series, bands: p.bands, legend: { show: false },
-      scales: { x: { time: false, distr: p.logX ? 3 : 1 }, y: { distr: p.log ? 3 : 1, range: whole } },
+      scales: { x: { time: false, distr: p.logX ? 3 : 1, ...(p.logX && { range: (u, low, high) => [low, high] }) }, y: { distr: p.log ? 3 : 1, range: whole } },
       axes: [
-        { ...axis, label: chart.x_label, labelFont: axis.font, labelSize: 18, size: 28, values: (u, ticks) => ticks.map(v => v === null ? "" : short(v)) },
-        { ...axis, label: chart.y_label, labelFont: axis.font, labelSize: 16, size: 54, values: (u, ticks) => ticks.map(v => v === null ? "" : shown(chart, v)) },
+        { ...axis, label: chart.x_label, labelFont: axis.font, labelSize: 18, size: 28, values: labelled(p.logX, short) },
+        { ...axis, label: chart.y_label, labelFont: axis.font, labelSize: 16, size: 54, values: labelled(p.log, v => shown(chart, v)) },
       ],
       cursor: {
         drag: { x: true, y: true, uni: 20 }, points: { size: 6 },

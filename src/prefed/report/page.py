@@ -100,7 +100,7 @@ def tables(
         measure=groups[0].measure.name,
         notes=[*notes, *_diverged(groups)],
         progress=progress,
-        traffic=[(g.label, _traffic(g)) for g in groups],
+        traffic=list({g.label: _traffic(g) for g in groups}.items()),
     )
     return Markup(text)
 
