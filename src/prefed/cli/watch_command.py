@@ -17,7 +17,8 @@ def watch(
 ) -> None:
     """Show runs under way as a live page on this machine: the charts and tables of a report.
 
-    It only reads, needs a fiftieth of a core at most, and nothing while no page is open.
+    DIR is that of a run, comparison, sweep or study, and need not be there yet. Watching only
+    reads, takes a fiftieth of a core at most, and nothing while no page is open.
     """
     import webbrowser
 
