@@ -53,7 +53,7 @@ def check_end(folder: Path, name: str) -> None:
     lines = (folder / name / "rounds.jsonl").read_text().splitlines()
     records, wanted = [json.loads(line) for line in lines], expected(name)
     for record, before in zip(records, wanted["records"], strict=True):
-        assert record.keys() - {"seconds"} == before.keys()
+        assert before.keys() <= record.keys()
         for key, value in before.items():
             if key in SENT and record["round"] > 2:  # by this version, and without counters
                 assert record[key] == value - 4 * len(record["cohort"]) * COUNTERS.get(name, 0)

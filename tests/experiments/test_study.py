@@ -32,6 +32,7 @@ from prefed.experiments.stored_runs import (
     write_archive,
 )
 from prefed.experiments.study import StudyRuns, merged, read, studies
+from prefed.report.figures import to_bytes
 from tests.helpers.commands import prefed_here
 
 TABLE: dict[str, Any] = {
@@ -376,3 +377,69 @@ def test_a_figure_shows_every_line_and_points_to_one_that_failed() -> None:
     assert 30 < low < 40.2
     arrows = [line for line in axes.lines if line.get_marker() == "<"]
     assert [np.asarray(line.get_xdata()).tolist() for line in arrows] == [[low]]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("draw", [results._line_by_line, results._against_upload])
+def test_the_axis_of_results_holds_every_interval_that_is_drawn(draw: Any, sign: int) -> None:
+    """Wide intervals on both sides, of the best, the worst and one in the middle; one that failed
+    lies inside of another's interval, and is drawn whole as well."""
+    measure = "test_accuracy" if sign > 0 else "test_loss"
+    means = {"a": (50.0, 9.0), "b": (49.0, 0.1), "c": (48.0, 25.0), "d": (47.0, 30.0), "e": (30, 1)}
+    rows = [
+        {"label": label, "measure": measure, "mean": sign * mean, "megabytes_up": 3.0,
+         "interval": (sign * mean - half, sign * mean + half)}
+        for label, (mean, half) in means.items()
+    ]  # fmt: skip
+    axes = Figure().subplots()
+    draw(axes, rows, {})
+    across = draw is results._line_by_line
+    low, high = axes.get_xlim() if across else axes.get_ylim()
+    ends = [
+        float(point[0 if across else 1])
+        for bars in axes.collections
+        for segment in bars.get_segments()  # type: ignore[attr-defined]
+        for point in segment
+    ]
+    assert len(ends) == 2 * len(rows)
+    assert {min(ends), max(ends)} <= {sign * 17.0, sign * 77.0, sign * 73.0, sign * 23.0}
+    assert low < min(ends)
+    assert max(ends) < high
+
+
+def test_variants_have_curves_and_edges_are_under_the_table(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of runs on disk: those of a study that was run, at the edge of both its grids."""
+    grid = {
+        "fedavg": {"client_lr": [0.1, 0.2, 0.3]},
+        "prefed": {"client_lr.start": [0.01, 0.02, 0.03]},
+    }
+    _, plan = read(str(write(tmp_path, {"grid": grid})))
+    study_runs = StudyRuns(plan, tmp_path / "out")
+    for i, (title, _) in enumerate(study_runs.tuning()):
+        study_runs.scores[title] = (
+            i / 10 if "fedavg" in title else (0.5 if "0.02" in title else 0.1)
+        )
+    runs = []
+    for _, planned in study_runs.comparison():
+        history = [
+            {"round": r, "train_loss": 1.0, "test_accuracy": 0.1 * r, "bytes_up": 4,
+             "bytes_down": 4, "bytes_down_weights": 4, "seconds": 0.1}
+            for r in range(1, 5)
+        ]  # fmt: skip
+        runs.append(StoredRun(planned.folder, planned.config.to_dict(), history, archived=True))
+    study_runs.archived = {run.folder.name: run for run in runs}
+    drawn: list[Figure] = []
+
+    def seen(figure: Figure, kind: str) -> bytes:
+        drawn.append(figure)
+        return to_bytes(figure, kind)
+
+    monkeypatch.setattr(results, "to_bytes", seen)
+    text = results.write(study_runs, "small")
+    curves = [line.get_label() for line in drawn[0].axes[0].lines]
+    assert curves == list(plan.compared())
+    edge = "Best at the edge of the grid, so perhaps better beyond it: FedAvg (client_lr = 0.3)."
+    assert text.endswith(edge)
+    assert edge in (tmp_path / "out" / "small.md").read_text()

@@ -240,6 +240,11 @@ PROTECTIONS = [
         "tests/report/test_report.py::test_it_is_one_small_file_and_escapes_what_users_write",
         ("report/page.py", "autoescape=True", "autoescape=False"),
     ),
+    protection(
+        "a live page answers to names of loopback alone",
+        "tests/report/test_watch.py::test_nothing_but_the_page_and_its_data_is_served",
+        ("report/watch.py", 'if self.headers.get("Host") not in self.server.hosts:', "if False:"),
+    ),
 ]  # fmt: skip
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,10 +59,23 @@ def test_commands(page: str, how: str, tmp_path: Path) -> None:
             if how == "here" and words[1] in ("compare", "sweep"):
                 shorter = [*shorter, "--workers", "1"]
                 shorter += ["--seeds", "1"] if words[1] == "compare" else []
+            if words[1] == "watch":  # until somebody stops it
+                check_watch(words, tmp_path)
+                continue
             done = command(*words[1:], *shorter, cwd=tmp_path)
             assert done.returncode == 0, f"{line}\n{done.stderr}"
         else:
             assert words[:1] in ([], ["make"], ["pip"])
+
+
+def check_watch(words: list[str], folder: Path) -> None:
+    line = [sys.executable, "-m", *words]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=folder) as watching:
+        assert watching.stdout is not None
+        assert watching.stdout.readline().startswith(f"watching {words[2]} on http://127.0.0.1:")
+        watching.send_signal(signal.SIGINT)
+        assert watching.stdout.read() == "stopped; the runs go on\n"
+    assert watching.returncode == 0
 
 
 def test_make_targets_of_the_readme_exist() -> None:

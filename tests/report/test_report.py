@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-import time
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +36,9 @@ def made_up_runs(folder: Path) -> None:
                     "round": r, "train_loss": 2.3 / (1 + 0.2 * r), "test_loss": 2.3 / (1 + 0.1 * r),
                     "test_accuracy": accuracy, "bytes_up": 384400, "bytes_down": 384400,
                     "seconds": 0.04, "adaptive_share": 0.5, "median_step": 0.1,
+                    "cohort": [r % 5, r % 3 + 5], "dropped": [5], "client_lr": 0.1, "drift": 0.5,
+                    "client_accuracy_mean": accuracy, "client_accuracy_worst_tenth": accuracy / 2,
+                    "client_accuracies": [accuracy * c / 50 for c in range(51)],
                 }  # fmt: skip
                 lines.append(record)
             if name == "prefedopt" and seed == 2:
@@ -67,81 +68,107 @@ def test_it_is_one_small_file_and_escapes_what_users_write(report: Path) -> None
     assert "<script>alert(1)" not in html
     assert "&lt;script&gt;alert(1)" in html
     assert "http://" not in html.replace("http://www.w3.org/2000/svg", "")
-    assert "https://" not in html
-    assert "prefedopt, seed 2: in round 41" in html
+    notice = "/*! https://github.com/leeoniya/uPlot (v1.6.32) */"
+    assert notice in html
+    assert "https://" not in html.replace(notice, "")
+    assert "Diverged: prefedopt, seed 2: in round 41" in html
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not chromium or not driver:
-        pytest.skip("needs Debian's packages chromium and chromium-driver")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.options import Options
-    from selenium.webdriver.chrome.service import Service
-
-    options = Options()
-    options.binary_location = chromium
-    for argument in (
-        "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync",
-        "--disable-background-networking", "--disable-component-update", "--disable-quic",
-        f"--user-data-dir={tmp_path_factory.mktemp('profile')}",
-    ):  # fmt: skip
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driving = webdriver.Chrome(options=options, service=Service(driver))
-    yield driving
-    driving.quit()
-
-
-OVERLAPS = """
-const boxes = [...document.querySelectorAll('.chart')].flatMap(chart => {
-  const texts = [...chart.querySelectorAll('text')]
-    .map(t => [t.textContent, t.getBoundingClientRect()]);
-  return texts.flatMap(([a, p], i) => texts.slice(i + 1).filter(([b, q]) =>
-    p.left < q.right && q.left < p.right && p.top + 2 < q.bottom && q.top + 2 < p.bottom)
-    .map(([b]) => a + ' / ' + b));
-});
-return boxes;
-"""
+LINES = "return document.getElementById('chart-accuracy').plot.series.filter(s => s.curve).length"
+PLOT = "const plot = document.getElementById('chart-accuracy').plot; "
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [1280, 420])
 def test_in_a_browser(report: Path, browser: Any, width: int) -> None:
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    start = time.monotonic()
     browser.get(report.as_uri())
-    opened = time.monotonic() - start
     assert browser.execute_script("return document.readyState") == "complete"
-    print(f"opened in {opened:.2f} s")
 
+    # Curves are switched off and on.
     buttons = browser.find_elements("css selector", "#legend button")
     assert len(buttons) == len(NAMES)
-    count = "return document.querySelectorAll('#chart-accuracy polyline').length"
-    assert browser.execute_script(count) == 7
+    assert browser.execute_script(LINES) == 7
     buttons[0].click()
-    assert browser.execute_script(count) == 6
+    assert browser.execute_script(LINES) == 6
     assert buttons[0].get_attribute("aria-pressed") == "false"
     buttons[0].click()
-    assert browser.execute_script(count) == 7
+    assert browser.execute_script(LINES) == 7
     for button in buttons:
         button.click()
     assert "switched off" in browser.find_element("id", "chart-accuracy").text
     for button in buttons:
         button.click()
 
+    # Values under the pointer.
     from selenium.webdriver import ActionChains
 
-    chart = browser.find_element("css selector", "#chart-accuracy svg")
-    ActionChains(browser).move_to_element(chart).perform()
+    over = browser.find_element("css selector", "#chart-accuracy .u-over")
+    ActionChains(browser).move_to_element(over).perform()
     tip = browser.find_element("css selector", "#chart-accuracy .tip")
     assert tip.is_displayed()
     assert "fedadam" in tip.text
-    assert "%" in tip.text
+    assert re.search(r"\d %", tip.text)
 
-    assert browser.execute_script(OVERLAPS) == []
+    # A drag zooms, a double click shows all again, and so does the button.
+    scale = PLOT + "return [plot.scales.x.min, plot.scales.x.max]"
+    assert browser.execute_script(scale) == [1, 100]
+    drag = ActionChains(browser).move_to_element_with_offset(over, -40, 0).click_and_hold()
+    drag.move_by_offset(80, 4).release().perform()
+    low, high = browser.execute_script(scale)
+    assert 1 < low < high < 100
+    ActionChains(browser).double_click(over).perform()
+    assert browser.execute_script(scale) == [1, 100]
+
+    # Axes, smoothing, seeds, bands.
+    def choose(control: str, value: str) -> None:
+        field = f"const field = document.getElementById('{control}'); "
+        script = f"field.value = '{value}'; field.dispatchEvent(new Event('input'))"
+        browser.execute_script(field + script)
+
+    for axis in ("x", "y"):
+        kind = PLOT + f"return plot.scales.{axis}.distr"
+        assert browser.execute_script(kind) == 1
+        choose(f"{axis}-axis", "log")
+        assert browser.execute_script(kind) == 3
+        choose(f"{axis}-axis", "linear")
+        assert browser.execute_script(kind) == 1
+    first = PLOT + "return [plot.data[1][0], plot.data[1][1]]"
+    a, b = browser.execute_script(first)
+    choose("smoothing", "0.8")
+    start, then = browser.execute_script(first)
+    assert start == a
+    assert then == pytest.approx((0.8 * a + b) / 1.8)
+    choose("smoothing", "0")
+    count = PLOT + "return plot.series.length"
+    assert browser.execute_script(count) == 1 + 7 * 3
+    browser.find_element("id", "seeds").click()
+    assert browser.execute_script(count) == 1 + 7 * 3 + 21
+    browser.find_element("id", "bands").click()
+    assert browser.execute_script(count) == 1 + 7 + 21
+
+    # The axis holds what it shows.
+    ends = PLOT + "const ys = plot.data.slice(1).flat().filter(v => v != null); "
+    low, high, bottom, top = browser.execute_script(
+        ends + "return [Math.min(...ys), Math.max(...ys), plot.scales.y.min, plot.scales.y.max]"
+    )
+    assert bottom <= low
+    assert high <= top
+
+    # A heading sorts by its column: numbers as numbers, what has none last.
+    rows = "return [...document.querySelector('#tables tbody').rows]"
+    names = rows + ".map(row => row.cells[0].textContent)"
+    ranked = browser.execute_script(names)
+    heading = browser.find_elements("css selector", "#tables thead th")
+    heading[1].click()
+    by_value = [ranked[-1], *ranked[:-1]]  # a seed of the last has diverged, the others are best
+    assert browser.execute_script(names) == by_value
+    heading[1].click()
+    assert browser.execute_script(names) == by_value[::-1]
+    heading[0].click()
+    assert browser.execute_script(names) == sorted(ranked)
+
     page = browser.execute_script("return document.documentElement.scrollWidth")
     assert page <= width
     assert browser.get_log("browser") == []

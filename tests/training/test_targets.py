@@ -20,7 +20,7 @@ from prefed.data.dataset import Dataset
 from prefed.experiments.config import load
 from prefed.experiments.measures import ACCURACY, LOSS, measure, measures
 from prefed.experiments.stored_runs import StoredRun, load_runs
-from prefed.experiments.sweep import score
+from prefed.experiments.sweep import Scored
 from prefed.training.engines import linear_chains
 from tests.helpers import official
 from tests.helpers.commands import prefed_here
@@ -309,6 +309,10 @@ def made_up(folder: Path, name: str, values: list[tuple[float | None, float | No
     return StoredRun(folder / name, config, history)
 
 
+def score(run: StoredRun) -> float:
+    return Scored({}, [run]).score
+
+
 def test_scores_and_measures(tmp_path: Path) -> None:
     plain = made_up(tmp_path, "a", [(2.0 - 0.05 * i, None) for i in range(20)])
     assert score(plain) == pytest.approx(-(1.05 + 1.10) / 2)  # the last tenth of 20
@@ -352,7 +356,7 @@ def test_compare_runs_and_report_rank_by_the_loss(tmp_path: Path) -> None:
     assert "accuracy" not in listed
     html = (tmp_path / "c" / "report.html").read_text()
     assert "test loss\n[95 % interval]" in html
-    assert "Loss after the last round" in html
+    assert "Loss: the mean over the last tenth" in html
     assert html.index(f"<th>{rows[0].split()[0]}</th>") < html.index(
         f"<th>{rows[1].split()[0]}</th>"
     )

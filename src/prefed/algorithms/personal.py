@@ -26,6 +26,7 @@ class FedRep(FedPer):
     a round only the personal one, in the others only the one that is shared."""
 
     personal_steps: PositiveInt = 1
+    """The first steps of a round, in which only the personal part moves."""
 
     def in_turns(self, rule: Rule, shared: int) -> Rule:
         return InTurns(rule, shared, self.personal_steps)

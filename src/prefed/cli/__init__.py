@@ -17,6 +17,7 @@ from prefed.cli.run_command import run
 from prefed.cli.show_command import cat, ls, validate
 from prefed.cli.study_command import study
 from prefed.cli.sweep_command import sweep
+from prefed.cli.watch_command import watch
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,7 +25,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (run, compare, sweep, study, report, runs, ls, cat, validate, deploy, bench):
+for command in (
+    run, compare, sweep, study, watch, report, runs, ls, cat, validate, deploy, bench
+):  # fmt: skip
     app.command(cls=Command)(command)
 for name, group in (("data", data_command), ("theory", theory_command)):
     app.add_typer(group.commands, name=name, no_args_is_help=True)

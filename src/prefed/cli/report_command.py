@@ -37,7 +37,8 @@ def runs(folders: Folders) -> None:
     if not found:
         raise no_runs(folders)
     shown = measures(found)
-    figures = [heading for m in shown for heading in (m.heading, f"best{m.unit}")]
+    splits = "/".join(sorted({run.split for run in found}))
+    figures = [heading for m in shown for heading in (m.heading(splits), f"best{m.unit}")]
     rows = []
     for run in found:
         cells = []

@@ -63,9 +63,13 @@ def sweep(
         if not math.isfinite(best.score):
             raise PrefedError("every point diverged: lower the step sizes")
         tested = evaluate_best(config, set, best, seeds, folder, workers, live.on_event, tracking)
-    everything = [run for s in scored for run in s.runs]
+    edges = [
+        f"{key}={best.point[key]} lies on the edge of the grid: try values beyond it"
+        for key in on_edge(space.lists, best.point)
+    ]
+    everything = [*(run for s in scored for run in s.runs), *tested]
     write_report(
-        everything, folder / "report.html", title=f"{config}: a sweep", sweep=scored,
+        everything, folder / "report.html", title=f"{config}: a sweep", sweep=scored, notes=edges,
         figures=folder / "report",
     )  # fmt: skip
     if quiet:
@@ -77,9 +81,9 @@ def sweep(
     print(f"best on the validation split: {chosen}")
     value = "-" if mean is None else by.text(mean) + by.unit
     print(f"its {by.name} on the test set: {value}")
-    for key in on_edge(space.lists, best.point):
-        print(f"{key}={best.point[key]} lies on the edge of the grid: try values beyond it")
-    print(f"report: {folder / 'report.html'}")
+    for line in edges:
+        print(line)
+    print(f"report: {page}")
 
 
 def _list(text: str) -> tuple[str, list[str]]:

@@ -48,7 +48,7 @@ def ranking(groups: list[Group], target: float) -> Table:
     """Best mean first. A run that diverged is shown as diverged, never left out."""
     view = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     view.add_column("algorithm", no_wrap=True)
-    for heading in headings(groups[0].measure, target):
+    for heading in headings(groups[0], target):
         view.add_column(heading, justify="right", no_wrap=True)
     for group in groups:
         view.add_row(group.label, *group.cells(target))
@@ -62,7 +62,7 @@ def points(scored: list[Scored], most: int = 20) -> Table:
     for s in scored[:most]:
         value = "diverged" if s.score == -math.inf else by.text(by.sign * s.score)
         rows.append([*s.point.values(), value])
-    view = table([*scored[0].point, f"validation {by.name}{by.unit}"], rows)
+    view = table([*scored[0].point, by.heading("validation")], rows)
     if len(scored) > most:
         view.caption = f"and {len(scored) - most} more points"
     return view

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -67,12 +68,15 @@ def remove_leftovers(folder: Path) -> None:
 def lock(folder: Path) -> IO[str]:
     """Hold the directory until the returned file is closed or the process ends, however it ends."""
     file = open(folder / ".lock", "w")  # noqa: SIM115
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise PrefedError(f"{folder}: another process is running there") from None
-    return file
+    for wait in (0.02, 0.2, None):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if wait is not None:
+                time.sleep(wait)  # it may be `is_locked` elsewhere, which lasts for an instant
+    file.close()
+    raise PrefedError(f"{folder}: another process is running there")
 
 
 def is_locked(folder: Path) -> bool:

@@ -1,10 +1,16 @@
-"""What runs are ranked by: test accuracy where there are labels, test loss elsewhere."""
+"""What runs are ranked by, everywhere: accuracy where there are labels, loss elsewhere."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from prefed.experiments.stored_runs import StoredRun
+
+LAST = 0.1
+"""A run is judged by its mean over this last share of its evaluations, so that the noise of one
+round does not decide."""
 
 
 @dataclass(frozen=True)
@@ -12,7 +18,6 @@ class Measure:
     key: str
     """Of a record."""
     name: str
-    heading: str
     sign: int
     """1 if more is better, else -1."""
     scale: float = 1.0
@@ -23,6 +28,19 @@ class Measure:
         """Its values in the rounds that were evaluated."""
         return [value for record in run.history if (value := record.get(self.key)) is not None]
 
+    def final(self, run: StoredRun) -> float | None:
+        """What a run that has ended is judged by: the mean over the last tenth of its evaluations.
+        None if the last round has none, or one that is not finite."""
+        last = run.history[-1].get(self.key) if run.history else None
+        if last is None or not math.isfinite(last):
+            return None
+        values = self.of(run)
+        return fmean(values[-max(1, round(LAST * len(values))) :])
+
+    def heading(self, split: str) -> str:
+        """Of a column: the split that the values are of, what they are, and their unit."""
+        return f"{split} {self.name}{self.unit}"
+
     def best(self, values: Sequence[float]) -> float:
         return max(values, key=lambda value: self.sign * value)
 
@@ -31,8 +49,8 @@ class Measure:
         return f"{self.scale * value:{self.format}}"
 
 
-ACCURACY = Measure("test_accuracy", "accuracy", "accuracy %", 1, 100.0, " %", ".1f")
-LOSS = Measure("test_loss", "loss", "test loss", -1)
+ACCURACY = Measure("test_accuracy", "accuracy", 1, 100.0, " %", ".1f")
+LOSS = Measure("test_loss", "loss", -1)
 
 
 def measures(runs: Sequence[StoredRun]) -> list[Measure]:
@@ -45,6 +63,13 @@ def measure(runs: Sequence[StoredRun]) -> Measure:
     """The one that all of them are ranked by: runs without an accuracy come after those with one,
     as losses of different kinds say nothing about each other."""
     return measures(runs)[0]
+
+
+def merit(results: Sequence[float | None], by: Measure) -> tuple[bool, float]:
+    """What settings are ranked by, more is better: the mean over seeds of what each was judged by.
+    A setting of which a seed diverged (None) comes after all of which none did."""
+    known = [by.sign * result for result in results if result is not None]
+    return len(known) == len(results), fmean(known) if known else -math.inf
 
 
 def describe(record: dict[str, Any]) -> str:

@@ -3,20 +3,20 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from statistics import fmean
 from typing import Any
 
-from prefed.experiments.measures import ACCURACY, Measure, measure
+from prefed.experiments.measures import ACCURACY, Measure, measure, merit
 from prefed.experiments.stats import bootstrap_interval, sign_flip_p
 from prefed.experiments.stored_runs import StoredRun
 
 
-def headings(measure: Measure, target: float) -> list[str]:
+def headings(best: "Group", target: float) -> list[str]:
     """Of a ranking, after the label: what `Group.cells` fills. The target is an accuracy."""
+    measure, split = best.measure, best.split
     to_target = [f"rounds\nto {target:.0%}", f"MB up\nto {target:.0%}"]
     return [
-        f"{measure.heading}\n[95 % interval]",
+        f"{measure.heading(split)}\n[95 % interval]",
         "p vs\nbest",
         *(to_target if measure is ACCURACY else []),
         "MB\nup",
@@ -36,10 +36,23 @@ class Group:
     measure: Measure = ACCURACY
     """What the groups of a ranking are compared by."""
 
+    @property
+    def split(self) -> str:
+        """What the runs were evaluated on."""
+        return self.runs[0].split
+
     def values(self) -> dict[int, float]:
-        """The final measure of each finished run, by seed."""
-        found = {run.seed: run.final(self.measure.key) for run in self.runs}
+        """What each finished run is judged by, by seed."""
+        found = {run.seed: self._result(run) for run in self.runs}
         return {seed: value for seed, value in found.items() if value is not None}
+
+    def merit(self) -> tuple[bool, float]:
+        """What groups are ranked by, more is better. Runs that have not ended do not count."""
+        ended = (run for run in self.runs if run.status in ("finished", "diverged"))
+        return merit([self._result(run) for run in ended], self.measure)
+
+    def _result(self, run: StoredRun) -> float | None:
+        return self.measure.final(run) if run.status == "finished" else None
 
     def mean(self) -> float | None:
         values = self.values()
@@ -89,7 +102,7 @@ class Group:
 
 
 def group(runs: Sequence[StoredRun]) -> list[Group]:
-    """Best mean first; a group without one, because all diverged, comes last."""
+    """Those on the test set, then those on a validation split; of each the best first."""
     by_config: dict[str, list[StoredRun]] = {}
     for run in runs:
         by_config.setdefault(json.dumps(_without_seed(run.config), sort_keys=True), []).append(run)
@@ -97,11 +110,13 @@ def group(runs: Sequence[StoredRun]) -> list[Group]:
     labels = _labels([_without_seed(runs[0].config) for runs in members])
     by = measure(runs)
     groups = [Group(label, own, measure=by) for label, own in zip(labels, members, strict=True)]
-    groups.sort(key=lambda g: -inf if (mean := g.mean()) is None else by.sign * mean, reverse=True)
-    for other in groups[1:]:
-        best, values = groups[0].values(), other.values()
-        paired = [best[seed] - values[seed] for seed in best if seed in values]
-        other.p_value = sign_flip_p(paired) if len(paired) > 1 else None
+    groups.sort(key=lambda g: (g.split == "test", g.merit()), reverse=True)
+    best: dict[str, Group] = {}
+    for other in groups:
+        first, values = best.setdefault(other.split, other).values(), other.values()
+        paired = [first[seed] - values[seed] for seed in first if seed in values]
+        if other is not best[other.split] and len(paired) > 1:
+            other.p_value = sign_flip_p(paired)
     return groups
 
 
@@ -123,6 +138,8 @@ def _without_seed(config: dict[str, Any]) -> dict[str, Any]:
 def _labels(configs: list[dict[str, Any]]) -> list[str]:
     """The algorithm's name, and where it occurs more than once the options that differ."""
     flat = [flatten(config) for config in configs]
+    for mine in flat:
+        mine.pop("data.validation", None)  # the same setting, once more on the test set
     labels = []
     for mine in flat:
         name = str(mine["algorithm.name"])

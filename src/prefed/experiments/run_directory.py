@@ -273,8 +273,16 @@ def _visible(folder: Path) -> list[Path]:
 
 NUMBERS = ("round", "bytes_up", "bytes_down", "seconds")
 """What every record has."""
-OPTIONAL = ("train_loss", "test_loss", "test_accuracy", "adaptive_share", "median_step")
+OPTIONAL = (
+    "train_loss", "test_loss", "test_accuracy", "adaptive_share", "median_step",
+    "client_lr", "server_lr", "update_norm", "drift",
+    "bytes_up_weights", "bytes_up_state", "bytes_down_weights", "bytes_down_state",
+    "client_accuracy_mean", "client_accuracy_worst_tenth",
+    "client_loss_mean", "client_loss_worst_tenth",
+)  # fmt: skip
 """Numbers that may be null or missing."""
+LISTS = ("cohort", "dropped", "left_out", "client_accuracies", "client_losses")
+"""Lists of numbers that may be missing."""
 
 
 class NotARecord(ValueError):
@@ -291,6 +299,11 @@ def check_record(record: Any) -> Record:
         raise NotARecord(str(record)[:80])
     if not all(isinstance(record.get(key), int | float | None) for key in NUMBERS + OPTIONAL):
         raise NotARecord(str(record)[:80])
+    for values in (record[key] for key in LISTS if record.get(key) is not None):
+        if not isinstance(values, list) or not all(
+            isinstance(v, int | float | None) for v in values
+        ):
+            raise NotARecord(str(record)[:80])
     return record
 
 

@@ -47,6 +47,13 @@ class StoredRun:
         return int(self.config.get("seed", 0))
 
     @property
+    def split(self) -> str:
+        """What `test_loss` and `test_accuracy` are of: "test", or "validation" if samples were set
+        aside for that."""
+        data = self.config.get("data")
+        return "validation" if isinstance(data, dict) and data.get("validation") else "test"
+
+    @property
     def status(self) -> str:
         """finished, diverged, running, or interrupted (and can be resumed)."""
         if self.history and _diverged(self.history[-1]):
@@ -82,12 +89,12 @@ def _diverged(last: Record) -> bool:
     return "diverged" in last or (last.get("train_loss") is None and not last.get("skipped"))
 
 
-def load_run(folder: Path) -> StoredRun:
+def load_run(folder: Path, with_records: bool = True) -> StoredRun:
     """The run in a directory."""
     config = _checked(read_config(folder), str(folder / "config.toml"))
     run = StoredRun(folder, config)
     path = folder / "rounds.jsonl"
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(_lines(path) if with_records else (), 1):
         try:
             run.history.append(from_json(line))
         except NotARecord:

@@ -34,7 +34,6 @@ from collections.abc import Iterator
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Any, Literal
 
 import tomli_w
@@ -48,9 +47,10 @@ from prefed.core.safe_files import lock, read_whole, write_whole
 from prefed.experiments.config import Config, assign, load, read_toml
 from prefed.experiments.config import read as read_config
 from prefed.experiments.jobs import Job, run_jobs
+from prefed.experiments.measures import ACCURACY, measure, merit
 from prefed.experiments.plans import OnEvent, Planned, run_all
 from prefed.experiments.stored_runs import StoredRun, load_archive, write_archive
-from prefed.experiments.sweep import final_score, on_edge
+from prefed.experiments.sweep import on_edge
 from prefed.experiments.trackers import Tracking
 
 Point = dict[str, Any]
@@ -212,8 +212,9 @@ class StudyRuns:
             if "failed" in event:
                 raise RunFailed(f"{planned.title}: {event['failed']}")
             run = StoredRun(self.folder, planned.config.to_dict(), histories.pop(number, []))
-            score = final_score(run) if "done" in event else -math.inf
-            self.scores[title] = score if math.isfinite(score) else None
+            by = measure([run])
+            final = by.final(run) if "done" in event else None
+            self.scores[title] = None if final is None else by.sign * final
             text = json.dumps({"config": self._base(), "scores": self.scores}, indent=0)
             write_whole(self.folder / "tuning.json", text + "\n")
             on_event(planned, {"end": "scored" if "done" in event else "diverged"})
@@ -226,21 +227,19 @@ class StudyRuns:
         found = {}
         for name in self.study.grid:
             points = self.study.points(name)
-            scores = [self._score(name, point) for point in points]
-            known = [s for s in scores if s is not None]
-            if len(known) == len(points) and max(known) > -math.inf:
-                found[name] = points[known.index(max(known))]
+            merits = [m for point in points if (m := self._merit(name, point)) is not None]
+            if len(merits) == len(points) and max(merits)[1] > -math.inf:
+                found[name] = points[merits.index(max(merits))]
         return found
 
     def on_edge(self, name: str, point: Point) -> list[str]:
         return on_edge(self.study.grid[name], point)
 
-    def _score(self, name: str, point: Point) -> float | None:
+    def _merit(self, name: str, point: Point) -> tuple[bool, float] | None:
         keys = [key(name, point, seed) for seed in self.study.tuning.seeds]
         if any(k not in self.scores for k in keys):
             return None
-        values = [self.scores[k] for k in keys]
-        return fmean(-math.inf if v is None else v for v in values)
+        return merit([self.scores[k] for k in keys], ACCURACY)  # scores: more is better
 
     def _tuned_toml(self) -> str:
         lines = []

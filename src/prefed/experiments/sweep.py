@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,12 @@ from prefed.core.errors import PrefedError
 from prefed.experiments.config import load
 from prefed.experiments.measures import measure
 from prefed.experiments.plans import OnEvent, Planned, run_all
+from prefed.experiments.ranking import Group
 from prefed.experiments.stored_runs import StoredRun
 from prefed.experiments.trackers import Tracking
 
 VALIDATION = 0.2
 """Share of the training samples that is set aside unless the config says otherwise."""
-LAST = 0.1
-"""The score of a run is its mean validation accuracy (or loss, where there are no labels) over this
-last share of its evaluations, so that the noise of a single round does not decide."""
 
 Point = dict[str, str]
 """A value, as text, for each key that is swept."""
@@ -58,25 +55,15 @@ class Scored:
     runs: list[StoredRun]
 
     @property
+    def merit(self) -> tuple[bool, float]:
+        """What points are ranked by, more is better."""
+        return Group("", self.runs, measure=measure(self.runs)).merit()
+
+    @property
     def score(self) -> float:
         """Mean over seeds; minus infinity if any of them diverged."""
-        return fmean(score(run) for run in self.runs)
-
-
-def score(run: StoredRun) -> float:
-    """That of a run that finished; minus infinity for others."""
-    return final_score(run) if run.status == "finished" else -math.inf
-
-
-def final_score(run: StoredRun) -> float:
-    """More is better: a loss counts with a minus. Minus infinity for a run whose last evaluation is
-    missing or not finite."""
-    by = measure([run])
-    last = run.history[-1].get(by.key) if run.history else None
-    if last is None or not math.isfinite(last):
-        return -math.inf
-    values = by.of(run)
-    return by.sign * fmean(values[-max(1, round(LAST * len(values))) :])
+        none_diverged, mean = self.merit
+        return mean if none_diverged else -math.inf
 
 
 Suggest = Callable[[list[Scored]], list[Point]]
@@ -133,7 +120,7 @@ def sweep(
         stored = iter(run_all([p for plan in plans for p in plan], workers, on_event, tracking))
         for point, plan in zip(batch, plans, strict=True):
             tried.append(Scored(point, [next(stored) for _ in plan]))
-    return sorted(tried, key=lambda scored: scored.score, reverse=True)
+    return sorted(tried, key=lambda scored: scored.merit, reverse=True)
 
 
 def plan_point(

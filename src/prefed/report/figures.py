@@ -19,10 +19,13 @@ from prefed.report.curves import COLOURS, Chart
 
 def draw_chart(chart: Chart) -> Figure:
     figure, axes = _figure()
-    for i, curve in enumerate(c for c in chart.curves if c.x):
-        style = ("-", "--", "-.", ":")[i // 8 % 4]
-        axes.plot(curve.x, curve.mean, style, color=curve.colour, label=curve.label, lw=1.3)
-        axes.fill_between(curve.x, curve.low, curve.high, color=curve.colour, alpha=0.15, lw=0)
+    for curve in (c for c in chart.curves if c.x):
+        style = ("-", "--", "-.", ":")[curve.dash % 4]
+        steps = "steps-mid" if chart.steps else "default"
+        axes.plot(curve.x, curve.mean, style, color=curve.colour, label=curve.label, lw=1.3,
+                  drawstyle=steps)  # fmt: skip
+        if curve.low:
+            axes.fill_between(curve.x, curve.low, curve.high, color=curve.colour, alpha=0.15, lw=0)
     axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
     if chart.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -98,7 +101,7 @@ def draw_heat_map(scored: list[Scored]) -> Figure | None:
             dark = math.isfinite(value) and by.sign * (value - middle) < 0
             colour = "white" if dark else "black"
             axes.text(x, y, text, ha="center", va="center", color=colour, fontsize=8)
-    figure.colorbar(image, label=f"validation {by.name}{by.unit}")
+    figure.colorbar(image, label=by.heading("validation"))
     return figure
 
 

@@ -4,9 +4,10 @@ import base64
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import tomli_w
@@ -32,10 +33,14 @@ def write_report(
     target: float = 0.9,
     title: str = "prefed report",
     sweep: list[Scored] | None = None,
+    notes: Sequence[str] = (),
     figures: Path | None = None,
 ) -> list[Path]:
     """Write the report to `path`, and into the folder `figures`, if one is named, its figures;
-    their paths."""
+    their paths.
+
+    notes  sentences for a reader to mind, such as a best point at the edge of its grid
+    """
     groups = group(runs)
     shown = charts(groups)
     heat_map = drawn.draw_heat_map(sweep) if sweep else None
@@ -49,28 +54,79 @@ def write_report(
             if figure is not None:
                 written += drawn.save(figure, figures / name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    page = template("page.html").render(
-        title=title,
-        version=__version__,
+    page = render(
+        title,
+        _summary(groups),
+        {"charts": [chart.to_dict() for chart in shown]},
+        tables=tables(groups, target, notes),
         measure=groups[0].measure.name,
-        headings=headings(groups[0].measure, target),
-        rows=[(g.label, g.cells(target)) for g in groups],
-        seeds=max(len(g.runs) for g in groups),
-        diverged=_diverged(groups),
-        charts=shown,
-        data=[asdict(chart) for chart in shown],
+        live="",
         heat_map=image(heat_map),
         split=image(split),
         configs=[(g.label, tomli_w.dumps(g.runs[0].config), _commands(g)) for g in groups],
         environment=runs[0].environment,
         command=shlex.join(["prefed", *sys.argv[1:]]),
-        style=asset("style.css"),
-        script=asset("charts.js"),
     )
     write_whole(path, page)
     return written
 
 
+def render(title: str, summary: str, data: dict[str, Any], **parts: Any) -> str:
+    """The page of a report, or of runs under way: `data` is what its script draws."""
+    return template("page.html").render(
+        title=title,
+        summary=summary,
+        data=data,
+        version=__version__,
+        style=asset("vendor/uplot.css") + asset("style.css"),
+        script=asset("vendor/uplot.js") + asset("charts.js"),
+        **parts,
+    )
+
+
+def tables(
+    groups: list[Group],
+    target: float,
+    notes: Sequence[str] = (),
+    progress: Sequence[tuple[str, list[str]]] = (),
+) -> Markup:
+    """The tables of a page: a ranking for each split that runs were evaluated on, what to mind, and
+    what went over the wire. For runs under way, `progress` is a row for each."""
+    rankings = []
+    for split, name in (("test", "the test set"), ("validation", "the validation split")):
+        if own := [g for g in groups if g.split == split]:
+            rows = [(g.label, g.cells(target)) for g in own]
+            rankings.append({"on": name, "headings": headings(own[0], target), "rows": rows})
+    text = template("tables.html").render(
+        rankings=rankings,
+        measure=groups[0].measure.name,
+        notes=[*notes, *_diverged(groups)],
+        progress=progress,
+        traffic=list({g.label: _traffic(g) for g in groups}.items()),
+    )
+    return Markup(text)
+
+
+def _traffic(g: Group) -> list[str]:
+    """Megabytes of weights and of optimiser state, up and down, and the state's share of the
+    upload."""
+    keys = ("bytes_up_weights", "bytes_up_state", "bytes_down_weights", "bytes_down_state")
+    if not all(
+        isinstance(r.get(k), int | float) for k in keys for run in g.runs for r in run.history
+    ):
+        return ["-"] * 5  # records of an early version
+    up, state, *down = (g.mean_total(key) / 1e6 for key in keys)
+    share = 100 * state / (up + state) if up + state else 0.0
+    return [f"{value:.1f}" for value in (up, state, *down, share)]
+
+
+def _summary(groups: list[Group]) -> str:
+    settings, seeds = len({g.label for g in groups}), max(len(g.runs) for g in groups)
+    many = "setting" if settings == 1 else "settings"
+    return f"{settings} {many}, up to {seeds} {'seed' if seeds == 1 else 'seeds'} each."
+
+
+@cache
 def template(name: str) -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("prefed.report", "."),
@@ -105,12 +161,13 @@ def image(figure: Figure | None) -> str | None:
 
 
 def _diverged(groups: list[Group]) -> list[str]:
-    return [
+    found = [
         f"{g.label}, seed {run.seed}: in round {len(run.history)}"
         for g in groups
         for run in g.runs
         if run.status == "diverged"
     ]
+    return [f"Diverged: {'; '.join(found)}."] if found else []
 
 
 def _commands(g: Group) -> list[str]:

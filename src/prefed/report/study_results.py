@@ -9,12 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from prefed.algorithms import ALGORITHMS
 from prefed.core.safe_files import to_json, write_whole
-from prefed.experiments.measures import ACCURACY, LOSS, Measure, measure
+from prefed.experiments.measures import ACCURACY, LOSS, Measure, measure, merit
 from prefed.experiments.stats import student_interval
 from prefed.experiments.stored_runs import StoredRun
-from prefed.experiments.study import Runs, StudyRuns
-from prefed.experiments.sweep import final_score
+from prefed.experiments.study import Point, Runs, StudyRuns
 from prefed.report.curves import COLOURS
 from prefed.report.figures import to_bytes
 
@@ -26,22 +26,34 @@ def write(study_runs: StudyRuns, name: str) -> str:
     study, runs = study_runs.study, study_runs.runs()
     rows = summarise(runs, study.reference)
     best = study_runs.best()
+    edges = {n: e for n, p in best.items() if (e := study_runs.on_edge(n, p))}
     record = {
         "title": study.title,
         "config": study.config,
         "tuned": best,
-        "at_the_edge": {n: e for n, p in best.items() if (e := study_runs.on_edge(n, p))},
+        "at_the_edge": edges,
         "lines": rows,
     }
     text = table(rows, study.reference)
+    if edges:
+        text += f"\n\n{_edge_note(edges, best)}"
     write_whole(study_runs.out / f"{name}.json", to_json(record, indent=1) + "\n")
     write_whole(study_runs.out / f"{name}.md", text + "\n")
-    shown = study.curves or list(study.compared())[: len(study.grid) or 8]
+    shown = study.curves or list(study.compared())
     if rows:
         chosen = {label: runs[label] for label in shown if label in runs}
         picture = draw(rows, chosen, against_upload=study.ends == "upload")
         write_whole(study_runs.out / f"{name}.png", to_bytes(picture, "png"))
     return text
+
+
+def _edge_note(edges: dict[str, list[str]], best: dict[str, Point]) -> str:
+    """For whoever reads the table: whose best options might lie outside of what was tried."""
+    lines = (
+        f"{ALGORITHMS.get(name).__name__} ({', '.join(f'{k} = {best[name][k]}' for k in keys)})"
+        for name, keys in edges.items()
+    )
+    return f"Best at the edge of the grid, so perhaps better beyond it: {', '.join(lines)}."
 
 
 def evaluations(run: StoredRun, by: Measure) -> list[tuple[int, float]]:
@@ -64,18 +76,18 @@ def summarise(runs: Runs, reference: str | None) -> list[Row]:
     """A row for each label with a run that has ended, the best first."""
     by = measure([run for by_seed in runs.values() for run in by_seed.values()])
 
-    def value(run: StoredRun) -> float:
-        return by.sign * by.scale * final_score(run)
+    def judged(by_seed: dict[int, StoredRun]) -> dict[int, float]:
+        found = {s: by.final(run) for s, run in _not_diverged(by_seed).items()}
+        return {s: by.scale * value for s, value in found.items() if value is not None}
 
-    completed = {label: _not_diverged(by_seed) for label, by_seed in runs.items()}
-    base = {s: value(run) for s, run in completed.get(reference or "", {}).items()}
+    base = judged(runs.get(reference or "", {}))
     rows = []
     for label, by_seed in runs.items():
-        values = {seed: value(run) for seed, run in completed[label].items()}
+        values = judged(by_seed)
         paired = [values[s] - base[s] for s in values if s in base]
         first = next(iter(by_seed.values()))
         up = fmean(run.total("bytes_up") for run in by_seed.values())
-        whole = list(completed[label].values()) or [first]
+        whole = list(_not_diverged(by_seed).values()) or [first]
         low, high = student_interval(list(values.values()))
         rows.append(
             {
@@ -95,7 +107,11 @@ def summarise(runs: Runs, reference: str | None) -> list[Row]:
                 "seconds": fmean(run.total("seconds") for run in by_seed.values()),
             }
         )
-    return sorted(rows, key=lambda r: math.inf if r["mean"] is None else -by.sign * r["mean"])
+    return sorted(rows, key=lambda row: _merit(row, by), reverse=True)
+
+
+def _merit(row: Row, by: Measure) -> tuple[bool, float]:
+    return merit([*row["values"].values(), *[None] * row["diverged"]], by)
 
 
 def _is_accuracy(rows: list[Row]) -> bool:
@@ -173,12 +189,12 @@ PLAIN = ("#7f7f7f", "-", ".")
 
 def _line_by_line(axes: Axes, rows: list[Row], styles: Styles) -> None:
     """The final results, one line of the table above the other, the best on top."""
-    low, high = _limits(rows)
+    low, high, shown = _limits(rows)
     for place, row in enumerate(reversed(rows)):
         colour, _, marker = styles.get(row["label"], PLAIN)
-        if low <= row["mean"] <= high:
+        if row in shown:
             axes.errorbar(row["mean"], place, xerr=_bar(row), fmt=marker, color=colour, ms=6, lw=1)
-        else:  # outside of the axis: an arrow at its edge
+        else:
             edge, arrow = (low, "<") if row["mean"] < low else (high, ">")
             axes.plot(edge, place, arrow, color=colour, ms=6, clip_on=False)
     axes.set_yticks(range(len(rows)), [row["label"] for row in reversed(rows)])
@@ -186,15 +202,20 @@ def _line_by_line(axes: Axes, rows: list[Row], styles: Styles) -> None:
 
 
 def _against_upload(axes: Axes, rows: list[Row], styles: Styles) -> None:
+    low, high, shown = _limits(rows)
     for row in rows:
         colour, _, marker = styles.get(row["label"], PLAIN)
-        axes.errorbar(row["megabytes_up"], row["mean"], _bar(row), fmt=marker, color=colour, ms=6,
-                      lw=0.8)  # fmt: skip
+        if row in shown:
+            axes.errorbar(row["megabytes_up"], row["mean"], _bar(row), fmt=marker, color=colour,
+                          ms=6, lw=0.8)  # fmt: skip
+        else:
+            edge, arrow = (low, "v") if row["mean"] < low else (high, "^")
+            axes.plot(row["megabytes_up"], edge, arrow, color=colour, ms=6, clip_on=False)
     axes.set(xlabel="megabytes uploaded", xscale="log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylim(*_limits(rows))
+    axes.set_ylim(low, high)
 
 
 def _bar(row: Row) -> list[list[float]] | None:
@@ -203,8 +224,8 @@ def _bar(row: Row) -> list[list[float]] | None:
 
 
 def _style(i: int) -> tuple[str, str, str]:
-    """Colour, line style and marker of the i-th label; eight colours, then another line style."""
-    return COLOURS[i % 8], ("-", "--", ":")[i // 8 % 3], "os^vDP*X"[i % 8]
+    """Colour, line style and marker of the i-th label; after eight, the colours with others."""
+    return COLOURS[i % 8], ("-", "--", ":")[i // 8 % 3], "os^vDP*X"[(i + i // 8) % 8]
 
 
 def _curve(
@@ -218,11 +239,18 @@ def _curve(
     axes.plot(rounds, mean, line, color=colour, label=label, lw=1.3)
 
 
-def _limits(rows: list[Row]) -> tuple[float, float]:
-    """Limits of the axis of results; the results of algorithms that failed may be outside."""
-    values = [row["mean"] for row in rows]  # the best first
-    best, middle = values[0], values[len(values) // 2]
-    margin = max(3 * abs(best - middle), 0.02 * abs(best))
-    margin = max([margin, *(1.05 * abs(v - best) for v in values if abs(v - best) < 3 * margin)])
-    up = _is_accuracy(rows)
-    return (best - margin, best + margin / 2) if up else (best - margin / 2, best + margin)
+def _limits(rows: list[Row]) -> tuple[float, float, list[Row]]:
+    """Limits of the axis of results, and the rows that it shows, with the whole of their intervals.
+    The others failed: far from the best, they would squeeze the rest, and become arrows."""
+    values = [row["mean"] for row in rows]
+    best = (max if _is_accuracy(rows) else min)(values)
+    middle = sorted(values)[len(values) // 2]
+    far = 3 * max(3 * abs(best - middle), 0.02 * abs(best))
+    low, high = best - far, best + far
+    shown: list[Row] = []
+    while (inside := [row for row in rows if low <= row["mean"] <= high]) != shown:
+        shown = inside
+        ends = [e for row in shown for e in (row["mean"], *row["interval"]) if math.isfinite(e)]
+        room = 0.04 * (max(ends) - min(ends)) or 0.02 * abs(best) or 1.0
+        low, high = min(ends) - room, max(ends) + room
+    return low, high, shown

@@ -20,12 +20,25 @@ from prefed.training.mean import Mean
 from prefed.training.round import Server, Update, client_state, first_kept
 from prefed.training.settings import Settings
 from prefed.training.task import Task
-from prefed.training.trainer import Arrived, Trainer, check_fits
+from prefed.training.trainer import Arrived, Record, Trainer, check_fits
 
 if TYPE_CHECKING:
     from prefed.training.run import Run
 
 log = logging.getLogger("prefed")
+
+
+SQUARE = "square"
+"""Among the values of a mean: the squared norm of each client's change of the weights."""
+
+
+def spread(mean: State) -> Record:
+    """Of the clients' changes of the weights: the norm of their mean, and how far they drift apart:
+    the root mean square of their distances to it, relative to that norm. Takes the mean of their
+    squared norms out of `mean`."""
+    norm, square = float(torch.linalg.vector_norm(mean["weights"])), float(mean.pop(SQUARE))
+    drift = math.sqrt(max(square - norm**2, 0.0)) / norm if math.isfinite(square) and norm else None
+    return {"update_norm": norm, "drift": drift}
 
 
 class LocalTrainer(Trainer):
@@ -76,7 +89,8 @@ class LocalTrainer(Trainer):
         rest = [client for client in clients if client not in bad]
         if len(rest) < self.settings.quorum:
             return Arrived({}, math.nan, len(rest), record={"left_out": bad})
-        return replace(self._train(server, rest), record={"left_out": bad})
+        arrived = self._train(server, rest)
+        return replace(arrived, record={**arrived.record, "left_out": bad})
 
     def _train(self, server: Server, clients: list[int]) -> Arrived:
         """The mean over these clients, in a fixed order."""
@@ -84,7 +98,9 @@ class LocalTrainer(Trainer):
         for first, update in self._updates(server, clients):
             block = clients[first : first + len(update.losses)]
             weights = [self.settings.weight(c, len(self.data.client(c))) for c in block]
-            mean.add_block(first, update.values, weights, update.losses.tolist())
+            norms = torch.linalg.vector_norm(update.values["weights"], dim=1, keepdim=True)
+            values = update.values | {SQUARE: norms.square_()}
+            mean.add_block(first, values, weights, update.losses.tolist())
             if update.kept:
                 for row, client in enumerate(block):
                     kept[client] = {n: value[row].clone() for n, value in update.kept.items()}
@@ -120,7 +136,7 @@ class LocalTrainer(Trainer):
     ) -> Arrived:
         """What arrived, from what this process has."""
         values, loss = mean.result()
-        return Arrived(values, loss, clients, kept)
+        return Arrived(values, loss, clients, kept, spread(values))
 
     # Between rounds
 

@@ -26,7 +26,7 @@ from prefed.data import FederatedData
 from prefed.rules import State
 from prefed.training.engines.auto import Choice
 from prefed.training.engines.workers import Clients
-from prefed.training.local_trainer import LocalTrainer
+from prefed.training.local_trainer import SQUARE, LocalTrainer, spread
 from prefed.training.mean import Mean, Part
 from prefed.training.messages import averaged
 from prefed.training.round import Server
@@ -100,8 +100,9 @@ class RankTrainer(LocalTrainer):
     def _together(
         self, server: Server, mean: Mean, clients: int, kept: dict[int, State]
     ) -> Arrived:
-        values, loss = mean_of_all(mean, averaged(self.algorithm, server))
-        return Arrived(values, loss, clients, kept_of_all(kept, self.first_kept))
+        like = averaged(self.algorithm, server) | {SQUARE: server.weights.new_zeros(1)}
+        values, loss = mean_of_all(mean, like)
+        return Arrived(values, loss, clients, kept_of_all(kept, self.first_kept), spread(values))
 
     def _not_finite(self, server: Server, clients: list[int]) -> list[int]:
         found = json.dumps([int(client) for client in super()._not_finite(server, clients)])
