@@ -83,7 +83,7 @@ def sweep(
     print(f"its {by.name} on the test set: {value}")
     for line in edges:
         print(line)
-    print(f"report: {page}")
+    print(f"report: {folder / 'report.html'}")
 
 
 def _list(text: str) -> tuple[str, list[str]]:
