@@ -42,7 +42,8 @@ def runs(folders: Folders) -> None:
             values = m.of(run)
             cells += [m.text(values[-1]), m.text(m.best(values))] if values else ["-", "-"]
         view.add_row(
-            str(run.folder), run.algorithm, str(run.seed), run.status,
+            str(run.folder), run.algorithm, str(run.seed),
+            "ended early" if run.ended else run.status,
             f"{len(run.history)}/{run.config['rounds']}", *cells,
             f"{run.total('bytes_up') / 1e6:.1f}",
         )  # fmt: skip

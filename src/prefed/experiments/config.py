@@ -31,6 +31,7 @@ from pydantic import (
     create_model,
     model_validator,
 )
+from torch import nn
 
 from prefed.algorithms import ALGORITHMS, Algorithm
 from prefed.core import draws
@@ -99,6 +100,12 @@ class Config(Settings):
     ) -> Run:
         """The run, with data, split and first weights that depend on the config and seed alone."""
         dataset, data = self.make_data()
+        algorithm, model = algorithm or self.make_algorithm(), self.make_model(dataset)
+        settings, table = self.settings(), self.to_dict()
+        return Run(algorithm, model, data, settings, make_trainer=make_trainer, config=table)
+
+    def make_model(self, dataset: Dataset) -> nn.Module:
+        """The model with its first weights, for the inputs and outputs of the data set."""
         given = {"inputs": tuple(dataset.x.shape[1:]), "classes": dataset.outputs}
         build = MODELS.get(self.model.name)
         wanted = inspect.signature(build).parameters
@@ -106,21 +113,19 @@ class Config(Settings):
             torch.manual_seed(draws.torch_seed(self.seed, "weights"))
             options = {k: v for k, v in given.items() if k in wanted} | self.model.options
             try:
-                model = build(**options)
+                return build(**options)
             except (RuntimeError, TypeError, ValueError) as error:
                 if ":" in self.model.name:
                     raise  # a thing of the user's: they will want to see where
                 what = str(error).partition("\n")[0]
                 raise PrefedError(f"model: {self.model.name} cannot be built so: {what}") from error
-        algorithm = algorithm or self.make_algorithm()
-        return Run(algorithm, model, data, self.settings(), make_trainer=make_trainer)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for TOML, enough to run it again."""
-        plain = {name: value for name, value in self.model_dump().items() if value is not None}
+        table = super().to_dict()
         if self.data.target == "label":  # as in runs from before there was a choice
-            del plain["data"]["target"]
-        return {"batch_size": "full", **plain} if self.batch_size is None else plain
+            del table["data"]["target"]
+        return table
 
 
 def presets() -> list[str]:
@@ -163,6 +168,11 @@ def read_toml(path: Path) -> dict[str, Any]:
 def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
     """A checked config from a file, a preset or a table, with changes of the form "key=value"."""
     table = read(source) if isinstance(source, str) else deepcopy(source)  # changes go deep
+    if any("python" in part for k in ("model", "data") if isinstance(part := table.get(k), dict)):
+        raise PrefedError(
+            "model, data: they were made in Python, by a program that called prefed.simulate; a "
+            "config cannot make them. The program goes on with such a run by resume=True"
+        )
     tuned = table.pop("tuned", {})
     for name in ("algorithm", "model", "data"):
         if isinstance(table.get(name), str):

@@ -1,11 +1,9 @@
 """A federated run: the one loop over rounds."""
 
-import inspect
 import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,13 +11,17 @@ from torch import Tensor, nn
 
 from prefed.algorithms import Algorithm
 from prefed.core import draws
-from prefed.core.errors import Diverged, Interrupted, PrefedError, checked
+from prefed.core.errors import Diverged, Interrupted, PrefedError
 from prefed.core.schedule import at
 from prefed.data import FederatedData
 from prefed.rules import State
 from prefed.training.diagnostics import CollapseWatch, diagnose
+from prefed.training.goals import Best, Goal, Stopper
+from prefed.training.identity import identity
+from prefed.training.metrics import Metrics
 from prefed.training.observers import Callback, Observers
 from prefed.training.ranks import make_trainer
+from prefed.training.result import Result
 from prefed.training.round import Server, check_sharing, server_update, traffic
 from prefed.training.settings import Settings
 from prefed.training.task import Loss, Task, choose_device
@@ -33,24 +35,11 @@ OLD_NAMES = {"optimiser.steps_left": "optimiser.left"}
 """What checkpoints of earlier versions call a tensor."""
 
 
-@dataclass(frozen=True)
-class Result:
-    weights: Tensor
-    """The final weights, flat, parameter by parameter in the model's order."""
-    model: nn.Module
-    """The model with the final weights."""
-    history: list[Record]
-    """One record a round."""
-    server: Server
-    """The final global state, with the optimiser state."""
-    kept: dict[int, State]
-    """The state that clients keep, for those that took part."""
-
-
 class Run:
     """A run that can be advanced round by round. Everything is checked before the first.
 
     make_trainer  where clients train, if not in this process or on the ranks it belongs to
+    config        the table that it was made from, if there is one
     """
 
     def __init__(
@@ -61,6 +50,7 @@ class Run:
         settings: Settings,
         loss: Loss | None = None,
         make_trainer: MakeTrainer = make_trainer,
+        config: dict[str, Any] | None = None,
     ) -> None:
         if not isinstance(algorithm, Algorithm):
             raise PrefedError(f"algorithm: should be an Algorithm such as prefed.FedAvg(), "
@@ -80,6 +70,8 @@ class Run:
         check_sharing(algorithm, flat.layout)
         self.trainer = make_trainer(algorithm, self.task, data, settings)
         self.server = Server.start(algorithm, flat.layout, flat.weights, flat.read_buffers())
+        self.config = config or identity(algorithm, self.task.flat.module, data, settings, loss)
+        """What is run, as config.toml has it."""
         self.history: list[Record] = []
         self.is_whole = True
         """The state is that between two rounds; not while the server steps, or after a step
@@ -88,20 +80,48 @@ class Run:
         """Why the run ended before its last round."""
         self._is_prepared = self._stop_wanted = False
         self._collapse = CollapseWatch(algorithm)
+        self.metrics = Metrics(settings.metrics, device)
+        self.best: Best | None = None
+        """The round with the best model, if it is to be kept."""
+        self._best_state: dict[str, Tensor] = {}
+        self._stopper: Stopper | None = None
+        if self.trainer.leads:
+            self._set_goals()
+
+    def _set_goals(self) -> None:
+        """One evaluation before the first round shows whether metrics work, and what they give."""
+        settings = self.settings
+        if not (settings.metrics or settings.keep or settings.stop_when):
+            return
+        if settings.metrics and self.data.test is None:
+            raise PrefedError("metrics: there is no test set to compute them on; give data a test")
+        found = self.evaluate()
+        numbers = [key for key, value in found.items() if isinstance(value, float)]
+        known = ["train_loss", *numbers]
+        if settings.keep:
+            self.best = Best(Goal(settings.keep))
+            self.best.goal.resolve("keep", known)
+        if settings.stop_when:
+            self._stopper = Stopper(settings.stop_when, known)
 
     def run(
         self, callbacks: Sequence[Callback] = (), config: Mapping[str, Any] | None = None
     ) -> Result:
         """All rounds that are left. `config` is what callbacks are told about the run."""
         if config is None:
-            config = {"algorithm": self.algorithm.model_dump(), **self.settings.model_dump()}
+            config = self.config | self.settings.model_dump()
         observers = Observers(callbacks)
         try:
             self.prepare()
             observers.start(self, dict(config))
+            if self.ended:
+                log.info(
+                    "the run has ended already, after round %d: %s", self.server.round, self.ended
+                )
             for record in self.rounds():
                 observers.round(record)
-                if self.trainer.stop_everywhere(self._stop_wanted) and not self.is_finished:
+                stop = self.trainer.agree("stop" if self._stop_wanted else "")
+                if stop and not self.is_finished:
                     raise Interrupted(f"stopped after round {self.server.round}")
             result = self.result()
             observers.end(result)
@@ -115,12 +135,17 @@ class Run:
     def rounds(self, until: int | None = None) -> Iterator[Record]:
         """Run all rounds that are left, or those up to a number, and give the record of each."""
         last = self.settings.rounds if until is None else until
-        while self.server.round < last:
+        while self.server.round < last and not self.ended:
             yield self.run_round()
 
     @property
     def is_finished(self) -> bool:
-        return self.server.round >= self.settings.rounds
+        return self.server.round >= self.settings.rounds or bool(self.ended)
+
+    @property
+    def ended(self) -> str:
+        """Why there are no more rounds, by `stop_when`; empty if there are."""
+        return str(self.history[-1].get("ended", "")) if self.history else ""
 
     def stop(self) -> None:
         """End the run after the round that is under way. It can be resumed."""
@@ -173,9 +198,20 @@ class Run:
         self._collapse.see(diagnosis)
         record |= diagnosis
 
-        # 5. Evaluate.
-        if self.trainer.leads and ((round + 1) % settings.evaluate_every == 0 or self.is_finished):
-            record |= self.evaluate()
+        # 5. Evaluate. Is it good enough to end here, and the best so far?
+        is_last = self.server.round >= settings.rounds
+        due = is_last or self.server.round % settings.evaluate_every == 0
+        record |= self.evaluate() if due and self.trainer.leads else {}
+        if settings.stop_when and not is_last:
+            reason = self._stopper.see(record) if self._stopper else ""
+            if reason := self.trainer.agree(reason):
+                record |= self.evaluate() if self.trainer.leads and not due else {}
+                record["ended"] = reason
+        if self.best is not None and self.best.see(record):
+            self._best_state = {
+                "best.weights": self.server.weights.clone(),
+                "best.buffers": self.server.buffers.clone(),
+            }
         record["seconds"] = time.perf_counter() - start
         self.history.append(record)
         return record
@@ -210,12 +246,13 @@ class Run:
         self.is_whole = bool(self.server.weights.isfinite().all())
 
     def evaluate(self) -> Record:
-        """Loss of the global model on the test set, and accuracy if there are labels."""
+        """Loss of the global model on the test set, accuracy if there are labels, and metrics."""
         if self.data.test is None:
             return {}
         self._load()
-        loss, accuracy = self.task.evaluate(*self.data.test.all())
-        return {"test_loss": loss, "test_accuracy": accuracy}
+        self.metrics.reset()
+        loss, accuracy = self.task.evaluate(*self.data.test.all(), self.metrics.update)
+        return {"test_loss": loss, "test_accuracy": accuracy} | self.metrics.compute()
 
     def snapshot(self) -> dict[str, Tensor]:
         """All that the next rounds depend on, by name. Not a copy: write it before going on."""
@@ -223,7 +260,7 @@ class Run:
         tensors = {"weights": server.weights, "buffers": server.buffers}
         tensors |= {f"optimiser.{name}": value for name, value in server.optimiser.items()}
         tensors |= {f"shared.{name}": value for name, value in server.shared.items()}
-        return tensors | self.trainer.state()
+        return tensors | self._best_state | self.trainer.state()
 
     def restore(
         self, tensors: Mapping[str, Tensor], history: list[Record], engine: str = ""
@@ -239,21 +276,38 @@ class Run:
         self.server.round, self.history = len(history), list(history)
         for record in history:
             self._collapse.see(record)
+            if self.best is not None:
+                self.best.see(record)
+            if self._stopper is not None:
+                self._stopper.see(record)
+        if self.best is not None and self.best.round:
+            likes = {"best.weights": self.server.weights, "best.buffers": self.server.buffers}
+            saved = {name: check_fits(name, tensors, like) for name, like in likes.items()}
+            self._best_state = {
+                name: v.to(likes[name].device, copy=True) for name, v in saved.items()
+            }
 
     @property
     def kept(self) -> dict[int, State]:
         """The state that clients keep, if it is held here."""
         return getattr(self.trainer, "kept", {})
 
-    def result(self) -> Result:
-        self._load()
-        model = self.task.model()
-        weights = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
-        return Result(weights, model, self.history, self.server, self.kept)
+    def model(self, best: bool = False) -> nn.Module:
+        """A copy of the global model as it is now, or as it was in the best round so far."""
+        self._load(best)
+        return self.task.model()
 
-    def _load(self) -> None:
-        self.task.flat.weights.copy_(self.server.weights)
-        self.task.flat.write_buffers(self.server.buffers)
+    def result(self) -> Result:
+        best = bool(self._best_state)
+        model = self.model(best)
+        weights = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
+        round = self.best.round if self.best is not None and best else None
+        return Result(weights, model, self.history, self.server, self.kept, round, self.config)
+
+    def _load(self, best: bool = False) -> None:
+        state = self._best_state if best else {}
+        self.task.flat.weights.copy_(state.get("best.weights", self.server.weights))
+        self.task.flat.write_buffers(state.get("best.buffers", self.server.buffers))
 
     def _diverged(self, record: Record, start: float, what: str) -> Diverged:
         record |= {"diverged": what, "seconds": time.perf_counter() - start}
@@ -270,40 +324,3 @@ class Run:
 
 Simulation = Run
 """The name of `Run` in earlier versions."""
-
-
-def simulate(
-    algorithm: Algorithm,
-    model: nn.Module,
-    data: FederatedData,
-    *,
-    loss: Loss | None = None,
-    callbacks: Sequence[Callback] = (),
-    **settings: Any,
-) -> Result:
-    """Train `model` on `data` with `algorithm`; the model that is handed in stays as it is.
-
-    algorithm          such as prefed.PreFed(client_lr=0.01)
-    model              any torch.nn.Module
-    data               a prefed.FederatedData
-    loss               (output, y) -> one number; None: cross-entropy for labels, else squared error
-    callbacks          see prefed.Callback
-    """
-    return Run(algorithm, model, data, checked(Settings, settings), loss).run(callbacks)
-
-
-def _describe(function: Callable[..., Any]) -> None:
-    """Give a function that takes `**settings` their names, types, defaults and descriptions."""
-    signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    lines = [inspect.cleandoc(function.__doc__ or "")]
-    for name, field in Settings.model_fields.items():
-        default = inspect.Parameter.empty if field.is_required() else field.default
-        kind, annotation = inspect.Parameter.KEYWORD_ONLY, field.annotation
-        own.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
-        lines.append(f"{name:<18} {' '.join((field.description or '').split())}")
-    function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
-    function.__doc__ = "\n".join(lines)
-
-
-_describe(simulate)

@@ -1,5 +1,6 @@
 """How a run goes: everything about it that is not the algorithm, the model or the data."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -7,11 +8,15 @@ from pydantic import (
     ConfigDict,
     Field,
     PositiveInt,
+    field_serializer,
     field_validator,
     model_validator,
 )
 
 from prefed.core.deprecated import with_new_names
+from prefed.core.plain import plain
+from prefed.training import metrics
+from prefed.training.goals import Goal, StopWhen
 
 
 class Settings(BaseModel):
@@ -53,6 +58,18 @@ class Settings(BaseModel):
     and all state as they are."""
     evaluate_every: PositiveInt = 1
     """Rounds between two evaluations on the test set; the last round is always evaluated."""
+    metrics: Any = ()
+    """What is measured on the test set besides loss and accuracy: a list of "top_5" (or another
+    number), "f1", "auroc", "perplexity", "class_accuracy", functions (outputs, targets) -> number
+    (in a config "module:function") or metrics of torchmetrics. Records have each as test_NAME; a
+    dict {name: metric} gives other names."""
+    stop_when: StopWhen | None = None
+    """Ends the run before its last round: {"patience": 10} after so many evaluations without a
+    better test_accuracy, {"metric": "test_f1", "patience": 10, "min_delta": 0.001},
+    "test_accuracy >= 0.9", or a function (record) -> bool."""
+    keep: str | None = None
+    """"best" keeps the model of the round with the best test_accuracy (test_loss, if there are no
+    labels), "best test_f1" that of another number. It is then the model of the result."""
     client_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The probability that a client of a cohort never answers."""
     quorum: PositiveInt = 1
@@ -69,6 +86,31 @@ class Settings(BaseModel):
     @classmethod
     def _from_word(cls, value: Any) -> Any:
         return None if value in ("all", "full") else value
+
+    @field_validator("metrics", mode="plain")
+    @classmethod
+    def _check_metrics(cls, given: Any) -> Any:
+        named = metrics.by_name(given)
+        return named if isinstance(given, Mapping) else tuple(named.values())
+
+    @field_serializer("metrics")
+    def _metrics_in_words(self, given: Any) -> Any:
+        if isinstance(given, Mapping):
+            return {name: metrics.word(metric) for name, metric in given.items()}
+        return [metrics.word(metric) for metric in given]
+
+    @field_validator("keep")
+    @classmethod
+    def _check_keep(cls, text: str | None) -> str | None:
+        Goal(text or "best")
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for TOML. What is None or empty, as in older versions, is left out."""
+        table = {
+            name: value for name, value in plain(self.model_dump()).items() if value not in ([], {})
+        }
+        return {"batch_size": "full", **table} if self.batch_size is None else table
 
     def weight(self, samples: int) -> float:
         """The weight of a client with this number of samples in every mean over the cohort."""

@@ -113,8 +113,13 @@ class Task:
         return loss.detach()
 
     @torch.no_grad()
-    def evaluate(self, x: Tensor, y: Tensor) -> tuple[float, float | None]:
-        """Mean loss, and accuracy if the targets are labels. The model's mode is left as it was."""
+    def evaluate(
+        self, x: Tensor, y: Tensor, see: Callable[[Tensor, Tensor], None] = lambda output, y: None
+    ) -> tuple[float, float | None]:
+        """Mean loss, and accuracy if the targets are labels. The model's mode is left as it was.
+
+        see   is shown the output and the targets of each batch
+        """
         training = self.flat.module.training
         self.flat.module.eval()
         loss, correct, labels = 0.0, 0, are_labels(y)
@@ -125,6 +130,7 @@ class Task:
             loss += float(self.loss(output, target)) * len(x_part)
             if labels:
                 correct += int((output.argmax(1) == target).sum())
+            see(output, target)
         self.flat.module.train(training)
         return loss / len(x), correct / y.numel() if labels else None
 

@@ -68,9 +68,9 @@ class Trainer(ABC):
     def load_state(self, saved: Mapping[str, Tensor], engine: str) -> None:
         """Go on from a checkpoint of a run that computed with `engine`."""
 
-    def stop_everywhere(self, wanted: bool) -> bool:
-        """Whether the run stops, where several processes have to agree on it."""
-        return wanted
+    def agree(self, text: str) -> str:
+        """What the process says that leads, where several have to agree."""
+        return text
 
 
 def check_fits(name: str, saved: Mapping[str, Tensor], like: Tensor) -> Tensor:
