@@ -14,7 +14,7 @@ def ranking(groups: list[Group], target: float) -> Table:
     """Best mean first. A run that diverged is shown as diverged, never left out."""
     view = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     view.add_column("algorithm", no_wrap=True)
-    for heading in headings(groups[0].measure, target):
+    for heading in headings(groups[0].measure, target, groups[0].fair):
         view.add_column(heading, justify="right", no_wrap=True)
     for group in groups:
         view.add_row(group.label, *group.cells(target))

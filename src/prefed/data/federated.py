@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prefed.core import draws
 from prefed.core.errors import PrefedError
 from prefed.core.losses import are_labels
 
@@ -101,6 +102,8 @@ class FederatedData:
     test       a pair (x, y), or None for a run without evaluation
     transform  applied to each batch of x on its way to the model, so that x can stay uint8
     augment    applied to each batch of x before that, in training only: (x, generator) -> x
+    client_tests  test samples of each client, in the form of `clients`, to evaluate clients one by
+               one; see also `hold_out`
     """
 
     def __init__(
@@ -109,10 +112,16 @@ class FederatedData:
         test: Any = None,
         transform: Transform | None = None,
         augment: Augment | None = None,
+        client_tests: Clients | None = None,
     ) -> None:
         if len(clients) == 0:
             raise PrefedError("clients: there is none")
-        self.clients = clients
+        if client_tests is not None and len(client_tests) != len(clients):
+            raise PrefedError(
+                f"client_tests: {len(client_tests)} for {len(clients)} clients; give one for each, "
+                f"with no samples where a client has none"
+            )
+        self.clients, self.client_tests = clients, client_tests
         self.test = None if test is None else _samples(test, "test")
         self.transform = transform
         self.augment = augment
@@ -122,6 +131,18 @@ class FederatedData:
 
     def client(self, number: int) -> Samples:
         return _samples(self.clients[number], f"clients[{number}]")
+
+    def client_test(self, number: int) -> Samples:
+        assert self.client_tests is not None
+        return _samples(self.client_tests[number], f"client_tests[{number}]")
+
+    def hold_out(self, share: float, seed: int = 0) -> "FederatedData":
+        """The same with this share of each client's samples, drawn by the seed, as its own test
+        samples. A client with a single sample keeps it, and has none to be tested on."""
+        if not 0 < share < 1:
+            raise PrefedError(f"share: should lie between 0 and 1, not {share}")
+        rest, tests = (_part_of(self, share, seed, part) for part in (1, 0))
+        return FederatedData(rest, self.test, self.transform, self.augment, tests)
 
     def check(self, classes: int | None) -> None:
         """Raise for what would go wrong later. Clients made on demand are checked on demand."""
@@ -138,11 +159,48 @@ class FederatedData:
             if not sizes.all():
                 raise PrefedError(f"clients[{int(np.argmin(sizes))}]: it has no samples")
             yield "clients", self.clients.whole
+        elif isinstance(self.clients, HeldOut):
+            yield from self.clients.data._checkable()
+            return
         elif isinstance(self.clients, list | tuple):
             for number in range(len(self.clients)):
                 yield f"clients[{number}]", self.client(number)
         if self.test is not None:
             yield "test", self.test
+        if isinstance(self.client_tests, list | tuple):
+            for number in range(len(self.client_tests)):
+                if len(samples := self.client_test(number)):
+                    yield f"client_tests[{number}]", samples
+        elif isinstance(self.client_tests, Partition) and len(self.client_tests.whole):
+            yield "client_tests", self.client_tests.whole
+
+
+class HeldOut(Sequence[Samples]):
+    """Clients with a part of their samples: those that are held out (0), or the rest (1)."""
+
+    def __init__(self, data: FederatedData, share: float, seed: int, part: int) -> None:
+        self.data, self.share, self.seed, self.part = data, share, seed, part
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, client: Any) -> Any:
+        if not 0 <= client < len(self):
+            raise IndexError(client)
+        samples = self.data.client(client)
+        drawn = draws.held_out(self.seed, client, len(samples), self.share)[self.part]
+        return Samples(samples.x, samples.y, samples.numbers(torch.from_numpy(drawn)))
+
+
+def _part_of(data: FederatedData, share: float, seed: int, part: int) -> Clients:
+    clients = data.clients
+    if not isinstance(clients, Partition):
+        return HeldOut(data, share, seed, part)
+    numbers = [
+        own[draws.held_out(seed, client, len(own), share)[part]]
+        for client, own in enumerate(clients.parts)
+    ]
+    return Partition(clients.whole.x, clients.whole.y, numbers)
 
 
 def _samples(item: Any, where: str) -> Samples:

@@ -67,6 +67,9 @@ class Data(Named):
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """This share of the training samples is set aside, and evaluated on in place of the test set:
     for choosing step sizes without a look at the test set."""
+    client_test: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """This share of each client's samples is set aside as test samples of its own, to evaluate
+    clients one by one."""
     target: Literal["label", "input"] = "label"
     """What the model is to give: the y of the data set, or, for an autoencoder, its input. The
     split goes by the labels in either case."""
@@ -93,7 +96,9 @@ class Config(Settings):
         if self.data.target == "input":
             dataset = dataset.with_input_as_target()
         split, generator = SPLITS.get(self.data.split.name), draws.generator(self.seed, "split")
-        return dataset, partition(dataset, split, generator, self.data.split.options)
+        data = partition(dataset, split, generator, self.data.split.options)
+        share = self.data.client_test
+        return dataset, data.hold_out(share, self.seed) if share else data
 
     def make_run(
         self, make_trainer: MakeTrainer = make_trainer, algorithm: Algorithm | None = None
@@ -123,8 +128,9 @@ class Config(Settings):
     def to_dict(self) -> dict[str, Any]:
         """Plain values for TOML, enough to run it again."""
         table = super().to_dict()
-        if self.data.target == "label":  # as in runs from before there was a choice
-            del table["data"]["target"]
+        for key, default in (("target", "label"), ("client_test", 0)):
+            if table["data"][key] == default:  # as in runs from before there was a choice
+                del table["data"][key]
         return table
 
 

@@ -11,13 +11,17 @@ from prefed.experiments.measures import ACCURACY, Measure, measure
 from prefed.experiments.stats import bootstrap_interval, sign_flip_p
 from prefed.experiments.stored_runs import StoredRun
 
+FAIRNESS = {"client_accuracy_worst_tenth": "worst\ntenth %", "client_accuracy_std": "client\nstd %"}
+"""What is shown beside the accuracy of runs whose clients were evaluated one by one."""
 
-def headings(measure: Measure, target: float) -> list[str]:
+
+def headings(measure: Measure, target: float, fair: bool = False) -> list[str]:
     """Of a ranking, after the label: what `Group.cells` fills. The target is an accuracy."""
     to_target = [f"rounds\nto {target:.0%}", f"MB up\nto {target:.0%}"]
     return [
         f"{measure.heading}\n[95 % interval]",
         "p vs\nbest",
+        *(FAIRNESS.values() if fair else []),
         *(to_target if measure is ACCURACY else []),
         "MB\nup",
         "MB\ndown",
@@ -35,10 +39,12 @@ class Group:
     """Of the paired test against the best group; None for the best itself, or without pairs."""
     measure: Measure = ACCURACY
     """What the groups of a ranking are compared by."""
+    fair: bool = False
+    """Whether a ranking has the columns of FAIRNESS."""
 
-    def values(self) -> dict[int, float]:
-        """The final measure of each finished run, by seed."""
-        found = {run.seed: run.final(self.measure.key) for run in self.runs}
+    def values(self, key: str | None = None) -> dict[int, float]:
+        """The final measure, or another number, of each finished run, by seed."""
+        found = {run.seed: run.final(key or self.measure.key) for run in self.runs}
         return {seed: value for seed, value in found.items() if value is not None}
 
     def mean(self) -> float | None:
@@ -81,11 +87,16 @@ class Group:
         return [
             value,
             "" if self.p_value is None else f"{self.p_value:.2g}",
+            *(self._fairness() if self.fair else []),
             *([rounds, megabytes] if self.measure is ACCURACY else []),
             f"{self.mean_total('bytes_up') / 1e6:.1f}",
             f"{self.mean_total('bytes_down') / 1e6:.1f}",
             f"{self.mean_total('seconds'):.1f}",
         ]
+
+    def _fairness(self) -> list[str]:
+        found = (self.values(key).values() for key in FAIRNESS)
+        return [f"{100 * fmean(values):.1f}" if values else "-" for values in found]
 
 
 def group(runs: Sequence[StoredRun]) -> list[Group]:
@@ -96,7 +107,10 @@ def group(runs: Sequence[StoredRun]) -> list[Group]:
     members = list(by_config.values())
     labels = _labels([_without_seed(runs[0].config) for runs in members])
     by = measure(runs)
-    groups = [Group(label, own, measure=by) for label, own in zip(labels, members, strict=True)]
+    fair = any(next(iter(FAIRNESS)) in record for run in runs for record in run.history[-1:])
+    groups = [
+        Group(label, own, measure=by, fair=fair) for label, own in zip(labels, members, strict=True)
+    ]
     groups.sort(key=lambda g: -inf if (mean := g.mean()) is None else by.sign * mean, reverse=True)
     for other in groups[1:]:
         best, values = groups[0].values(), other.values()

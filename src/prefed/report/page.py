@@ -51,7 +51,7 @@ def write_report(
         title=title,
         version=__version__,
         measure=groups[0].measure.name,
-        headings=headings(groups[0].measure, target),
+        headings=headings(groups[0].measure, target, groups[0].fair),
         rows=[(g.label, g.cells(target)) for g in groups],
         seeds=max(len(g.runs) for g in groups),
         diverged=_diverged(groups),

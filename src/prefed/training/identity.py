@@ -46,7 +46,11 @@ def _data(data: FederatedData) -> dict[str, Any]:
         "clients": len(data),
         "samples": None if sizes is None else int(sizes.sum()),
         "test": 0 if data.test is None else len(data.test),
-        "sha256": _hash(*data.client(0).all(), torch.as_tensor([] if sizes is None else sizes)),
+        "sha256": _hash(
+            *data.client(0).all(),
+            torch.as_tensor([] if sizes is None else sizes),
+            *(data.client_test(0).all() if data.client_tests is not None else ()),
+        ),
     }
 
 

@@ -30,6 +30,8 @@ log = logging.getLogger("prefed")
 
 
 class LocalTrainer(Trainer):
+    has_clients = True
+
     def __init__(
         self, algorithm: Algorithm, task: Task, data: FederatedData, settings: Settings
     ) -> None:

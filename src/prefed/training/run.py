@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from prefed.core.errors import Diverged, Interrupted, PrefedError
 from prefed.core.schedule import at
 from prefed.data import FederatedData
 from prefed.rules import State
+from prefed.training.client_evaluation import ClientEvaluation, load
 from prefed.training.diagnostics import CollapseWatch, diagnose
 from prefed.training.goals import Best, Goal, Stopper
 from prefed.training.identity import identity
@@ -80,6 +81,8 @@ class Run:
         """Why the run ended before its last round."""
         self._is_prepared = self._stop_wanted = False
         self._collapse = CollapseWatch(algorithm)
+        self.client_evaluation = self._client_evaluation()
+        """How clients are evaluated one by one; None if they are not."""
         self.metrics = Metrics(settings.metrics, device)
         self.best: Best | None = None
         """The round with the best model, if it is to be kept."""
@@ -88,14 +91,35 @@ class Run:
         if self.trainer.leads:
             self._set_goals()
 
+    def _client_evaluation(self) -> ClientEvaluation | None:
+        if self.data.client_tests is None:
+            for name in ("evaluate_clients", "evaluate_clients_every", "finetune_steps"):
+                if getattr(self.settings, name) is not None:
+                    raise PrefedError(
+                        f"{name}: clients have no test samples of their own; set data.client_test, "
+                        f"or in Python use data.hold_out(0.2) or FederatedData(..., client_tests=)"
+                    )
+            return None
+        if (self.settings.evaluate_clients or 0) > len(self.data):
+            raise PrefedError(
+                f"evaluate_clients: {self.settings.evaluate_clients} is more than the "
+                f"{len(self.data)} clients there are"
+            )
+        if not self.trainer.has_clients:
+            log.warning("clients are not evaluated one by one: their samples are elsewhere")
+            return None
+        return ClientEvaluation(self)
+
     def _set_goals(self) -> None:
         """One evaluation before the first round shows whether metrics work, and what they give."""
         settings = self.settings
-        if not (settings.metrics or settings.keep or settings.stop_when):
+        if not (settings.metrics or settings.keep or settings.stop_when or self.client_evaluation):
             return
         if settings.metrics and self.data.test is None:
             raise PrefedError("metrics: there is no test set to compute them on; give data a test")
-        found = self.evaluate()
+        found = self.evaluate() | (
+            self.client_evaluation.try_out() if self.client_evaluation else {}
+        )
         numbers = [key for key, value in found.items() if isinstance(value, float)]
         known = ["train_loss", *numbers]
         if settings.keep:
@@ -200,12 +224,11 @@ class Run:
 
         # 5. Evaluate. Is it good enough to end here, and the best so far?
         is_last = self.server.round >= settings.rounds
-        due = is_last or self.server.round % settings.evaluate_every == 0
-        record |= self.evaluate() if due and self.trainer.leads else {}
+        done = self._evaluate_if_due(record, is_last)
         if settings.stop_when and not is_last:
             reason = self._stopper.see(record) if self._stopper else ""
             if reason := self.trainer.agree(reason):
-                record |= self.evaluate() if self.trainer.leads and not due else {}
+                self._evaluate_if_due(record, True, done)
                 record["ended"] = reason
         if self.best is not None and self.best.see(record):
             self._best_state = {
@@ -244,6 +267,20 @@ class Run:
         share = arrived.clients / len(self.data)
         server_update(self.algorithm, self.server, arrived.mean, self.settings.local_steps, share)
         self.is_whole = bool(self.server.weights.isfinite().all())
+
+    def _evaluate_if_due(
+        self, record: Record, is_last: bool, done: Collection[str] = ()
+    ) -> list[str]:
+        """Add what is due in this round, and is not done yet; returns what is done."""
+        if not self.trainer.leads:
+            return []
+        kinds = {"all": (self.settings.evaluate_every, self.evaluate)}
+        if (clients := self.client_evaluation) is not None:
+            kinds["clients"] = (clients.every, clients.evaluate)
+        due = [k for k, (every, _) in kinds.items() if is_last or not self.server.round % every]
+        for kind in due:
+            record |= kinds[kind][1]() if kind not in done else {}
+        return due
 
     def evaluate(self) -> Record:
         """Loss of the global model on the test set, accuracy if there are labels, and metrics."""
@@ -306,8 +343,8 @@ class Run:
 
     def _load(self, best: bool = False) -> None:
         state = self._best_state if best else {}
-        self.task.flat.weights.copy_(state.get("best.weights", self.server.weights))
-        self.task.flat.write_buffers(state.get("best.buffers", self.server.buffers))
+        weights = state.get("best.weights", self.server.weights)
+        load(self.task, weights, state.get("best.buffers", self.server.buffers))
 
     def _diverged(self, record: Record, start: float, what: str) -> Diverged:
         record |= {"diverged": what, "seconds": time.perf_counter() - start}

@@ -58,6 +58,14 @@ class Settings(BaseModel):
     and all state as they are."""
     evaluate_every: PositiveInt = 1
     """Rounds between two evaluations on the test set; the last round is always evaluated."""
+    evaluate_clients: PositiveInt | None = None
+    """How many clients are evaluated on test samples of their own, if the data have such: a new
+    draw each time; None (in a config "all") is all of them."""
+    evaluate_clients_every: PositiveInt | None = None
+    """Rounds between two evaluations of clients; None is that of evaluate_every. The last round is
+    always evaluated."""
+    finetune_steps: PositiveInt | None = None
+    """Local steps that each client makes, on a copy of the model, before it is evaluated."""
     metrics: Any = ()
     """What is measured on the test set besides loss and accuracy: a list of "top_5" (or another
     number), "f1", "auroc", "perplexity", "class_accuracy", functions (outputs, targets) -> number
@@ -82,7 +90,7 @@ class Settings(BaseModel):
     def _with_new_names(cls, table: Any) -> Any:
         return with_new_names(table, cls.RENAMED)
 
-    @field_validator("clients_per_round", "batch_size", mode="before")
+    @field_validator("clients_per_round", "batch_size", "evaluate_clients", mode="before")
     @classmethod
     def _from_word(cls, value: Any) -> Any:
         return None if value in ("all", "full") else value

@@ -48,6 +48,8 @@ class Arrived:
 class Trainer(ABC):
     leads: bool = True
     """This process evaluates, writes and prints for the run; of several ranks only the first."""
+    has_clients: bool = False
+    """The clients' samples are in this process, so that it can evaluate them one by one."""
     engine: str = ""
     """How the run computes, known after `prepare`. A resumed run goes on with the same."""
 
