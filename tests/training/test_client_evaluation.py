@@ -223,8 +223,9 @@ def test_in_a_config(tmp_path: Path) -> None:
     shown = dict(
         zip(headings(groups[0].measure, 0.9, groups[0].fair), groups[0].cells(0.9), strict=True)
     )
-    worst = 100 * runs[0].history[-1]["client_accuracy_worst_tenth"]
-    assert shown["worst\ntenth %"] == f"{worst:.1f}"
+    last = runs[0].history[-1]
+    worst, std = (100 * last[f"client_accuracy_{key}"] for key in ("worst_tenth", "std"))
+    assert shown["worst 10 %\n± std"] == f"{worst:.1f}±{std:.1f}"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from prefed.experiments.sweep import Scored
 
 def ranking(groups: list[Group], target: float) -> Table:
     """Best mean first. A run that diverged is shown as diverged, never left out."""
-    view = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    view = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     view.add_column("algorithm", no_wrap=True)
     for heading in headings(groups[0].measure, target, groups[0].fair):
         view.add_column(heading, justify="right", no_wrap=True)

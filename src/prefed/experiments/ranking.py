@@ -11,7 +11,7 @@ from prefed.experiments.measures import ACCURACY, Measure, measure
 from prefed.experiments.stats import bootstrap_interval, sign_flip_p
 from prefed.experiments.stored_runs import StoredRun
 
-FAIRNESS = {"client_accuracy_worst_tenth": "worst\ntenth %", "client_accuracy_std": "client\nstd %"}
+FAIRNESS = ("client_accuracy_worst_tenth", "client_accuracy_std")
 """What is shown beside the accuracy of runs whose clients were evaluated one by one."""
 
 
@@ -21,7 +21,7 @@ def headings(measure: Measure, target: float, fair: bool = False) -> list[str]:
     return [
         f"{measure.heading}\n[95 % interval]",
         "p vs\nbest",
-        *(FAIRNESS.values() if fair else []),
+        *(["worst 10 %\n± std"] if fair else []),
         *(to_target if measure is ACCURACY else []),
         "MB\nup",
         "MB\ndown",
@@ -40,7 +40,7 @@ class Group:
     measure: Measure = ACCURACY
     """What the groups of a ranking are compared by."""
     fair: bool = False
-    """Whether a ranking has the columns of FAIRNESS."""
+    """Whether a ranking has a column for FAIRNESS."""
 
     def values(self, key: str | None = None) -> dict[int, float]:
         """The final measure, or another number, of each finished run, by seed."""
@@ -87,16 +87,16 @@ class Group:
         return [
             value,
             "" if self.p_value is None else f"{self.p_value:.2g}",
-            *(self._fairness() if self.fair else []),
+            *([self._fairness()] if self.fair else []),
             *([rounds, megabytes] if self.measure is ACCURACY else []),
             f"{self.mean_total('bytes_up') / 1e6:.1f}",
             f"{self.mean_total('bytes_down') / 1e6:.1f}",
             f"{self.mean_total('seconds'):.1f}",
         ]
 
-    def _fairness(self) -> list[str]:
-        found = (self.values(key).values() for key in FAIRNESS)
-        return [f"{100 * fmean(values):.1f}" if values else "-" for values in found]
+    def _fairness(self) -> str:
+        found = [self.values(key).values() for key in FAIRNESS]
+        return "±".join(f"{100 * fmean(values):.1f}" for values in found if values) or "-"
 
 
 def group(runs: Sequence[StoredRun]) -> list[Group]:
@@ -107,7 +107,7 @@ def group(runs: Sequence[StoredRun]) -> list[Group]:
     members = list(by_config.values())
     labels = _labels([_without_seed(runs[0].config) for runs in members])
     by = measure(runs)
-    fair = any(next(iter(FAIRNESS)) in record for run in runs for record in run.history[-1:])
+    fair = any(FAIRNESS[0] in record for run in runs for record in run.history[-1:])
     groups = [
         Group(label, own, measure=by, fair=fair) for label, own in zip(labels, members, strict=True)
     ]
