@@ -73,6 +73,7 @@ bench: venv
 	$(BIN)/python bench/step.py
 	$(BIN)/prefed bench
 	$(BIN)/python bench/scale.py
+	$(BIN)/python bench/clients.py
 	$(BIN)/python bench/ranks.py
 	$(BIN)/python bench/codecs.py
 

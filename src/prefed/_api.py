@@ -19,21 +19,25 @@ from prefed.core.errors import Diverged, Interrupted, PrefedError
 from prefed.core.losses import LOSSES
 from prefed.core.schedule import Rate
 from prefed.data import DATASETS, SPLITS, FederatedData, Partition
+from prefed.experiments.loading import load
+from prefed.experiments.simulate import simulate
 from prefed.experiments.stored_runs import load_runs, to_pandas
 from prefed.models import MODELS
 from prefed.rules import Field, Rule
 from prefed.training.diagnostics import CollapseWarning
 from prefed.training.engines import ENGINES, EngineWarning
+from prefed.training.metrics import METRICS
 from prefed.training.observers import Callback
-from prefed.training.run import Result, Run, Simulation, simulate
+from prefed.training.result import Result
+from prefed.training.run import Run, Simulation
 from prefed.training.settings import Settings
 
 __all__ = [
-    "ALGORITHMS", "CODECS", "DATASETS", "ENGINES", "LOSSES", "MODELS", "SCAFFOLD", "SPLITS",
-    "AdaAlter", "Algorithm", "Callback", "CollapseWarning", "Diverged", "EngineWarning",
+    "ALGORITHMS", "CODECS", "DATASETS", "ENGINES", "LOSSES", "METRICS", "MODELS", "SCAFFOLD",
+    "SPLITS", "AdaAlter", "Algorithm", "Callback", "CollapseWarning", "Diverged", "EngineWarning",
     "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedBN", "FedPer", "FedProx", "FedRep", "FedYogi",
     "FederatedData", "Field", "Interrupted", "LocalAdam", "Partition", "PreFed", "PreFedLite",
     "PreFedOpt", "PreFedSync", "PrefedError", "Rate", "Result", "Rule", "Run", "Settings",
-    "Simulation", "average", "derived", "keep", "load_runs", "optim", "reset", "schedule",
+    "Simulation", "average", "derived", "keep", "load", "load_runs", "optim", "reset", "schedule",
     "simulate", "to_pandas",
 ]  # fmt: skip

@@ -31,7 +31,7 @@ results=experiments.stored_runs round=training.round rules.base=rules.rule
 rules.block=rules.covariance_block rules.full=rules.covariance_full
 rules.kronecker=rules.covariance_kronecker rules.matrix=rules.covariance_matrix
 runs=experiments.run_directory settings=training.settings sharing=algorithms.sharing
-simulation=training.run stats=experiments.stats study=experiments.study
+simulation=experiments.simulate stats=experiments.stats study=experiments.study
 summary=experiments.ranking sweep=experiments.sweep task=training.task
 tracking=experiments.trackers
 """

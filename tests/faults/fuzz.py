@@ -355,7 +355,7 @@ def forged(times: int, rng: random.Random) -> Iterator[str]:
         run, folder, files = directory_files(root)
         state = safetensors.torch.load(files["checkpoints/000005/state.safetensors"])
         lines = files["checkpoints/000005/rounds.jsonl"].decode()
-        with RunDirectory.open(root / "run", run.config, resume=True) as mark:
+        with RunDirectory.open(root / "run", run.config.to_dict(), resume=True) as mark:
             pass
         dtypes = st.sampled_from(
             [torch.float32, torch.float64, torch.int64, torch.bool, torch.half]

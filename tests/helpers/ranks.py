@@ -58,6 +58,12 @@ def weights() -> dict[str, torch.Tensor]:
         results[f"{name + more}.buffers"] = simulation.server.buffers
         results |= {f"{name + more}.{n}": v for n, v in simulation.trainer.state().items()}
         results[f"{name + more}.loss"] = torch.tensor(record["train_loss"], dtype=torch.float64)
+    early = prefed.Settings(
+        rounds=40, local_steps=3, batch_size=4, device="cpu", keep="best", stop_when={"patience": 3}
+    )  # the first rank alone knows the accuracy
+    run = prefed.Run(prefed.FedAvg(client_lr=0.01), tiny_model(), tiny_data(), early)
+    results["ended"] = torch.tensor([record["round"] for record in run.rounds()])
+    assert len(results["ended"]) < 40
     for engine in ("sequential", "vectorised"):  # with a client that is left out
         simulation = rounds("scaffold", 3, engine=engine, on_divergence="continue")
         assert [record["left_out"] for record in simulation.history] == [[BAD]] * 3

@@ -21,6 +21,7 @@ def describe() -> dict[str, Any]:
         "names": sorted(_api.__all__),
         "functions": {
             "simulate": _lines(prefed.simulate),
+            "load": _lines(prefed.load),
             "load_runs": _lines(prefed.load_runs),
             "to_pandas": _lines(prefed.to_pandas),
             "FederatedData": _lines(prefed.FederatedData),
@@ -30,6 +31,7 @@ def describe() -> dict[str, Any]:
             **{f"Callback.{n}": _lines(f) for n, f in _methods(prefed.Callback)},
             **{f"FederatedData.{n}": _lines(f) for n, f in _methods(prefed.FederatedData)},
             **{f"Run.{n}": _lines(f) for n, f in _methods(prefed.Run)},
+            **{f"Result.{n}": _lines(f) for n, f in _methods(prefed.Result)},
         },
         "algorithms": {
             name: {key: _default(field) for key, field in _fields(name).items()}
@@ -37,7 +39,8 @@ def describe() -> dict[str, Any]:
         },
         "settings": {key: _default(f) for key, f in prefed.Settings.model_fields.items()},
         "registries": {
-            name: _ours(name) for name in ("CODECS", "DATASETS", "ENGINES", "MODELS", "SPLITS")
+            name: _ours(name)
+            for name in ("CODECS", "DATASETS", "ENGINES", "METRICS", "MODELS", "SPLITS")
         },
     }
 

@@ -64,7 +64,7 @@ def test_simulate_has_the_defaults_of_the_settings() -> None:
     assert {name: seen.seen[name] for name in prefed.Settings.model_fields} == wanted.model_dump()
     assert seen.run.settings == wanted
     parameters = inspect.signature(prefed.simulate).parameters
-    own = {"algorithm", "model", "data", "loss", "callbacks"}
+    own = {"algorithm", "model", "data", "loss", "callbacks", "out", "resume", "progress"}
     assert parameters.keys() - own == prefed.Settings.model_fields.keys()
     for name in parameters.keys() - own:
         empty = parameters[name].default is inspect.Parameter.empty

@@ -39,9 +39,10 @@ def deploy(
     `prefed run` writes, with Flower's logs beside it; Ctrl-C ends every process, and
     the same command with --resume goes on after the last finished round.
     """
-    from prefed.cli.progress import RoundBar, show_warnings_plainly
+    from prefed.cli.progress import show_warnings_plainly
     from prefed.cli.run_command import new_folder
     from prefed.core.errors import Interrupted, checked
+    from prefed.experiments.bars import RoundBar
     from prefed.experiments.config import load
     from prefed.experiments.measures import describe
     from prefed.flower import require_flower
@@ -91,4 +92,6 @@ def deploy(
             raise Interrupted(f"stopped after round {len(records)} of {folder}") from None
     if not quiet:
         print(f"{loaded.algorithm.name}: {describe(records[-1])}")
+        if "ended" in records[-1]:
+            print(f"ended early, after round {len(records)}: {records[-1]['ended']}")
         print(f"written to {folder}")

@@ -1,76 +1,15 @@
-"""Progress: a bar on a terminal, a plain line elsewhere."""
+"""What the command line prints while it works, besides bars."""
 
 import logging
 import sys
 import warnings
-from typing import Any, Self
+from typing import Any
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from prefed.core.safe_files import to_json
-from prefed.experiments.measures import describe
+from prefed.experiments.bars import Bar
 from prefed.training.observers import Callback
-
-
-class Bar(Callback):
-    """A bar on a terminal, if it is wanted, while a `with` or a run lasts."""
-
-    def __init__(self, total: int, quiet: bool, *columns: ProgressColumn) -> None:
-        self.quiet = quiet
-        self._progress: Progress | None = None
-        console = Console(stderr=True)
-        if console.is_terminal and not quiet:
-            self._progress = Progress(*columns, console=console)
-            self._task = self._progress.add_task("", total=total)
-
-    def __enter__(self) -> Self:
-        self.on_start({})
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def on_start(self, config: dict[str, Any]) -> None:
-        if self._progress is not None:
-            self._progress.start()
-
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-
-class RoundBar(Bar):
-    """The rounds of one run: a bar on a terminal, a plain line for each elsewhere."""
-
-    def __init__(self, rounds: int, quiet: bool) -> None:
-        text = TextColumn("rounds  {task.description}", markup=False)
-        left = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-        super().__init__(rounds, quiet, BarColumn(), MofNCompleteColumn(), text, *left)
-        self.rounds, self._seen = rounds, 0
-
-    def say(self, text: str) -> None:
-        """What happens before the first round."""
-        if self._progress is not None:
-            self._progress.update(self._task, description=text)
-        elif not self.quiet:
-            print(text, flush=True)
-
-    def on_round(self, record: dict[str, Any]) -> None:
-        text = describe(record)
-        by, self._seen = record["round"] - self._seen, record["round"]
-        if self._progress is not None:
-            self._progress.update(self._task, advance=by, description=text)
-        elif not self.quiet:
-            print(f"round {record['round']}/{self.rounds}  {text}", flush=True)
 
 
 class WorkBar(Bar):
@@ -86,17 +25,17 @@ class WorkBar(Bar):
 
     def tick(self, text: str) -> None:
         before, self.done = self.done, self.done + 1
-        if self._progress is not None:
-            self._progress.update(self._task, advance=1, description=text)
-        elif not self.quiet and 10 * before // self.total < 10 * self.done // self.total:
+        moved = self.advance(1, text)
+        if (
+            not moved
+            and not self.quiet
+            and 10 * before // self.total < 10 * self.done // self.total
+        ):
             print(f"{100 * self.done // self.total} %  {text}", flush=True)
 
 
-class JsonLines(RoundBar):
+class JsonLines(Callback):
     """Each round as a line of JSON, for other programs."""
-
-    def __init__(self) -> None:
-        super().__init__(0, quiet=True)
 
     def on_round(self, record: dict[str, Any]) -> None:
         print(to_json(record), flush=True)

@@ -47,8 +47,8 @@ def runs(folders: Folders) -> None:
             cells += [m.text(values[-1]), m.text(m.best(values))] if values else ["-", "-"]
         progress = f"{len(run.history)}/{run.config['rounds']}"
         up = f"{run.total('bytes_up') / 1e6:.1f}"
-        about = (str(run.folder), run.algorithm, str(run.seed), run.status)
-        rows.append([*about, progress, *cells, up])
+        status = "ended early" if run.ended else run.status
+        rows.append([str(run.folder), run.algorithm, str(run.seed), status, progress, *cells, up])
     show(table(["run", "algorithm", "seed", "status", "rounds", *figures, "MB up"], rows))
 
 

@@ -23,7 +23,8 @@ def run(
     the ranks share each cohort.
     """
     from prefed.cli.interrupt import StopOnSignal
-    from prefed.cli.progress import JsonLines, RoundBar, show_log_plainly, show_warnings_plainly
+    from prefed.cli.progress import JsonLines, show_log_plainly, show_warnings_plainly
+    from prefed.experiments.bars import RoundBar
     from prefed.experiments.config import load, tuned_options
     from prefed.experiments.measures import describe
     from prefed.experiments.run_directory import execute
@@ -49,6 +50,10 @@ def run(
     if speaks and not (quiet or json):
         up = sum(record["bytes_up"] for record in result.history) / 1e6
         print(f"{loaded.algorithm.name}: {describe(result.history[-1])}, {up:.1f} MB up")
+        if result.ended:
+            print(f"ended early, after round {len(result.history)}: {result.ended}")
+        if result.best_round is not None:
+            print(f"best in round {result.best_round}: {folder / 'best.safetensors'}")
         print(f"written to {folder}")
 
 

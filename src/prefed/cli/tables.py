@@ -46,7 +46,7 @@ def show(view: Table) -> None:
 
 def ranking(groups: list[Group], target: float) -> Table:
     """Best mean first. A run that diverged is shown as diverged, never left out."""
-    view = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    view = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     view.add_column("algorithm", no_wrap=True)
     for heading in headings(groups[0], target):
         view.add_column(heading, justify="right", no_wrap=True)

@@ -48,11 +48,13 @@ def torch_seed(seed: int, purpose: str, round: int = 0, client: int = 0) -> int:
     return int(generator(seed, purpose, round, client).integers(1 << 62))
 
 
-def cohort(seed: int, round: int, clients: int, size: int | None) -> list[int]:
+def cohort(
+    seed: int, round: int, clients: int, size: int | None, purpose: str = "cohort"
+) -> list[int]:
     """The clients of a round: drawn uniformly without replacement, in ascending order."""
     if size is None or size == clients:
         return list(range(clients))
-    drawn = generator(seed, "cohort", round).choice(clients, size, replace=False, shuffle=False)
+    drawn = generator(seed, purpose, round).choice(clients, size, replace=False, shuffle=False)
     return sorted(int(c) for c in drawn)
 
 
@@ -77,6 +79,14 @@ def epochs(seed: int, round: int, client: int, samples: int, count: int) -> Numb
     np.remainder(drawn, samples, out=drawn)
     _brief(seed, "epochs", round, client).permuted(drawn, axis=1, out=drawn)
     return drawn.reshape(-1)[:count]
+
+
+def held_out(seed: int, client: int, samples: int, share: float) -> tuple[Numbers, Numbers]:
+    """This share of a client's sample indices, and the rest, each in ascending order. At least one
+    is held out, and at least one is left."""
+    cut = min(max(1, round(share * samples)), samples - 1)
+    order = _brief(seed, "client test", 0, client).permutation(samples)
+    return np.sort(order[:cut]), np.sort(order[cut:])
 
 
 def noise(seed: int, purpose: str, round: int, clients: Sequence[int], size: int) -> Tensor:

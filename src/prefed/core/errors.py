@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -71,7 +71,9 @@ def explain(error: "ValidationError", model: "type[BaseModel]", prefix: str = ""
         elif not path:
             lines.append((prefix.rstrip(".") + ": " if prefix else "") + _text(item))
         else:
-            lines.append(f"{where}: {_text(item)}, not {shown(item['input'])}")
+            text = _text(item)
+            value = f", not {shown(item['input'])}" if text.startswith("should") else ""
+            lines.append(f"{where}: {text}{value}")
     return list(dict.fromkeys(lines))
 
 
@@ -121,8 +123,9 @@ def _model_at(model: "type[BaseModel]", path: list[str]) -> "type[BaseModel] | N
 
     for part in path:
         field = model.model_fields.get(part)
-        annotation = field.annotation if field else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        kinds = get_args(field.annotation) or (field.annotation,) if field else ()
+        models = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
+        if not models:
             return None
-        model = annotation
+        model = models[0]
     return model

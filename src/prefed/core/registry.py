@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from prefed.core.errors import PrefedError, did_you_mean
+from prefed.core.plain import name_of
 
 T = TypeVar("T")
 
@@ -61,7 +62,7 @@ class Registry(Generic[T]):
         for name, known in self._things.items():
             if known is thing:
                 return name
-        return f"{getattr(thing, '__module__', '?')}:{getattr(thing, '__qualname__', '?')}"
+        return name_of(thing)
 
     def _from_user(self, name: str) -> T:
         module_name, _, attribute = name.partition(":")

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prefed.core import draws
 from prefed.core.errors import PrefedError
 from prefed.core.losses import are_labels
 from prefed.data.samples import Collate, LazySamples, Read, Samples, to_samples
@@ -111,6 +112,8 @@ class FederatedData:
     parts      if `clients` is one data set, or one pair: the sample numbers of each client
     x, y       the columns of a data set whose samples are dicts, such as "image" and "label"
     collate    makes x and y of a list of samples, if pairs and columns do not say it
+    client_tests  test samples of each client, in the form of `clients`, to evaluate clients one by
+               one; see also `hold_out`
     """
 
     def __init__(
@@ -124,11 +127,20 @@ class FederatedData:
         x: str | Sequence[str] = "x",
         y: str | Sequence[str] = "y",
         collate: Collate | None = None,
+        client_tests: Any = None,
     ) -> None:
         self._read = Read(x, y, collate)
         self.clients = self._divided(clients, parts)
         if len(self.clients) == 0:
             raise PrefedError("clients: there is none")
+        self.client_tests: Clients | None = None
+        if client_tests is not None:
+            self.client_tests = self._divided(client_tests, None)
+            if len(self.client_tests) != len(self.clients):
+                raise PrefedError(
+                    f"client_tests: {len(self.client_tests)} for {len(self.clients)} clients; give "
+                    f"one for each, with no samples where a client has none"
+                )
         self.test = None if test is None else to_samples(test, "test", self._read)
         if isinstance(self.test, LazySamples) and len(self.test):
             self.test = Samples(*self.test.all())
@@ -167,6 +179,18 @@ class FederatedData:
     def client(self, number: int) -> Samples:
         return to_samples(self.clients[number], f"clients[{number}]", self._read)
 
+    def client_test(self, number: int) -> Samples:
+        assert self.client_tests is not None
+        return to_samples(self.client_tests[number], f"client_tests[{number}]", self._read)
+
+    def hold_out(self, share: float, seed: int = 0) -> "FederatedData":
+        """The same with this share of each client's samples, drawn by the seed, as its own test
+        samples. A client with a single sample keeps it, and has none to be tested on."""
+        if not 0 < share < 1:
+            raise PrefedError(f"share: should lie between 0 and 1, not {share}")
+        rest, tests = (_part_of(self, share, seed, part) for part in (1, 0))
+        return FederatedData(rest, self.test, self.transform, self.augment, client_tests=tests)
+
     def check(self, classes: int | None, ignored: int | None = None, targets: bool = True) -> None:
         """Raise for what would go wrong later. Not for clients that are made or read on demand:
         that would be now.
@@ -188,11 +212,48 @@ class FederatedData:
             if not sizes.all():
                 raise PrefedError(f"clients[{int(np.argmin(sizes))}]: it has no samples")
             yield "clients", self.clients.whole
+        elif isinstance(self.clients, HeldOut):
+            yield from self.clients.data._checkable()
+            return
         elif isinstance(self.clients, list | tuple):
             for number in range(len(self.clients)):
                 yield f"clients[{number}]", self.client(number)
         if self.test is not None:
             yield "test", self.test
+        if isinstance(self.client_tests, list | tuple):
+            for number in range(len(self.client_tests)):
+                if len(samples := self.client_test(number)):
+                    yield f"client_tests[{number}]", samples
+        elif isinstance(self.client_tests, Partition) and len(self.client_tests.whole):
+            yield "client_tests", self.client_tests.whole
+
+
+class HeldOut(Sequence[Samples]):
+    """Clients with a part of their samples: those that are held out (0), or the rest (1)."""
+
+    def __init__(self, data: FederatedData, share: float, seed: int, part: int) -> None:
+        self.data, self.share, self.seed, self.part = data, share, seed, part
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, client: Any) -> Any:
+        if not 0 <= client < len(self):
+            raise IndexError(client)
+        samples = self.data.client(client)
+        drawn = draws.held_out(self.seed, client, len(samples), self.share)[self.part]
+        return samples.part(samples.numbers(torch.from_numpy(drawn)))
+
+
+def _part_of(data: FederatedData, share: float, seed: int, part: int) -> Clients:
+    clients = data.clients
+    if not isinstance(clients, Partition):
+        return HeldOut(data, share, seed, part)
+    numbers = [
+        own[draws.held_out(seed, client, len(own), share)[part]]
+        for client, own in enumerate(clients.parts)
+    ]
+    return Partition(clients.whole.x, clients.whole.y, numbers)
 
 
 def _is_lazy(samples: Samples) -> bool:

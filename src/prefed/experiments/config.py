@@ -33,11 +33,12 @@ from pydantic import (
     create_model,
     model_validator,
 )
+from torch import nn
 
 from prefed.algorithms import ALGORITHMS, Algorithm
 from prefed.core import draws
 from prefed.core.errors import PrefedError, did_you_mean, explain
-from prefed.core.losses import LOSSES, OF_NUMBERS, given_to, is_one_of, make_loss
+from prefed.core.losses import LOSSES, OF_NUMBERS, given_to, make_loss
 from prefed.core.safe_files import read_whole
 from prefed.core.schedule import written
 from prefed.data import FederatedData
@@ -72,6 +73,9 @@ class Data(Named):
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """This share of the training samples is set aside, and evaluated on in place of the test set:
     for choosing step sizes without a look at the test set."""
+    client_test: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """This share of each client's samples is set aside as test samples of its own, to evaluate
+    clients one by one."""
     target: Literal["label", "input"] = "label"
     """What the model is to give: the y of the data set, or, for an autoencoder, its input. The
     split goes by the labels in either case."""
@@ -100,7 +104,9 @@ class Config(Settings):
         if self.data.target == "input":
             dataset = dataset.with_input_as_target()
         split, generator = SPLITS.get(self.data.split.name), draws.generator(self.seed, "split")
-        return dataset, partition(dataset, split, generator, self.data.split.options)
+        data = partition(dataset, split, generator, self.data.split.options)
+        share = self.data.client_test
+        return dataset, data.hold_out(share, self.seed) if share else data
 
     def make_run(
         self, make_trainer: MakeTrainer = make_trainer, algorithm: Algorithm | None = None
@@ -108,7 +114,13 @@ class Config(Settings):
         """The run, with data, split and first weights that depend on the config and seed alone."""
         dataset, data = self.make_data()
         loss = None if self.loss is None else make_loss(self.loss.name, **self.loss.options)
-        by_numbers = loss is not None and is_one_of(loss, OF_NUMBERS)
+        algorithm, model = algorithm or self.make_algorithm(), self.make_model(dataset)
+        settings, table = self.settings(), self.to_dict()
+        return Run(algorithm, model, data, settings, loss, make_trainer, table)
+
+    def make_model(self, dataset: Dataset) -> nn.Module:
+        """The model with its first weights, for the inputs and outputs of the data set."""
+        by_numbers = self.loss is not None and LOSSES.get(self.loss.name) in OF_NUMBERS
         classes = dataset.numbers if by_numbers else dataset.outputs
         given = {"inputs": tuple(dataset.x.shape[1:]), "classes": classes}
         build = MODELS.get(self.model.name)
@@ -117,22 +129,21 @@ class Config(Settings):
             torch.manual_seed(draws.torch_seed(self.seed, "weights"))
             options = {k: v for k, v in given.items() if k in wanted} | self.model.options
             try:
-                model = build(**options)
+                return build(**options)
             except (RuntimeError, TypeError, ValueError) as error:
                 if ":" in self.model.name:
                     raise  # a thing of the user's: they will want to see where
                 what = str(error).partition("\n")[0]
                 raise PrefedError(f"model: {self.model.name} cannot be built so: {what}") from error
-        algorithm = algorithm or self.make_algorithm()
-        return Run(algorithm, model, data, self.settings(), loss, make_trainer)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for TOML, enough to run it again."""
-        plain = {name: value for name, value in self.model_dump().items() if value is not None}
-        if self.data.target == "label":  # as in runs from before there was a choice
-            del plain["data"]["target"]
-        plain["algorithm"] = written(plain["algorithm"])
-        return {"batch_size": "full", **plain} if self.batch_size is None else plain
+        table = super().to_dict()
+        for key, default in (("target", "label"), ("client_test", 0)):
+            if table["data"][key] == default:  # as in runs from before there was a choice
+                del table["data"][key]
+        table["algorithm"] = written(table["algorithm"])
+        return table
 
 
 def presets() -> list[str]:
@@ -175,6 +186,11 @@ def read_toml(path: Path) -> dict[str, Any]:
 def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
     """A checked config from a file, a preset or a table, with changes of the form "key=value"."""
     table = read(source) if isinstance(source, str) else deepcopy(source)  # changes go deep
+    if any("python" in part for k in ("model", "data") if isinstance(part := table.get(k), dict)):
+        raise PrefedError(
+            "model, data: they were made in Python, by a program that called prefed.simulate; a "
+            "config cannot make them. The program goes on with such a run by resume=True"
+        )
     tuned = table.pop("tuned", {})
     for name in ("algorithm", "model", "data", "loss"):
         if isinstance(table.get(name), str):

@@ -73,12 +73,18 @@ def merit(results: Sequence[float | None], by: Measure) -> tuple[bool, float]:
 
 
 def describe(record: dict[str, Any]) -> str:
-    """Loss and accuracy of a round, in words; without labels, the loss on the test set."""
+    """Loss, accuracy and metrics of a round, in words; without labels, the loss on the test set."""
     loss, accuracy, test = (record[k] for k in ("train_loss", "test_accuracy", "test_loss"))
     if record.get("skipped"):
         text = "too few answers"
     else:
         text = f"loss {loss:.4f}" if loss is not None else "loss not finite"
     if accuracy is not None:
-        return f"{text}  accuracy {accuracy:.1%}"
-    return text if test is None else f"{text}  test loss {test:.4g}"
+        text += f"  accuracy {accuracy:.1%}"
+    elif test is not None:
+        text += f"  test loss {test:.4g}"
+    for key, value in record.items():
+        name = key.removeprefix("test_")
+        if name != key and isinstance(value, float) and name not in ("loss", "accuracy"):
+            text += f"  {name} {value:.4g}"
+    return text

@@ -10,6 +10,9 @@ from prefed.experiments.measures import ACCURACY, Measure, measure, merit
 from prefed.experiments.stats import bootstrap_interval, sign_flip_p
 from prefed.experiments.stored_runs import StoredRun
 
+FAIRNESS = ("client_accuracy_worst_tenth", "client_accuracy_std")
+"""What is shown beside the accuracy of runs whose clients were evaluated one by one."""
+
 
 def headings(best: "Group", target: float) -> list[str]:
     """Of a ranking, after the label: what `Group.cells` fills. The target is an accuracy."""
@@ -18,6 +21,7 @@ def headings(best: "Group", target: float) -> list[str]:
     return [
         f"{measure.heading(split)}\n[95 % interval]",
         "p vs\nbest",
+        *(["worst 10 %\n± std"] if best.fair else []),
         *(to_target if measure is ACCURACY else []),
         "MB\nup",
         "MB\ndown",
@@ -35,6 +39,8 @@ class Group:
     """Of the paired test against the best group; None for the best itself, or without pairs."""
     measure: Measure = ACCURACY
     """What the groups of a ranking are compared by."""
+    fair: bool = False
+    """Whether a ranking has a column for FAIRNESS."""
 
     @property
     def split(self) -> str:
@@ -94,11 +100,17 @@ class Group:
         return [
             value,
             "" if self.p_value is None else f"{self.p_value:.2g}",
+            *([self._fairness()] if self.fair else []),
             *([rounds, megabytes] if self.measure is ACCURACY else []),
             f"{self.mean_total('bytes_up') / 1e6:.1f}",
             f"{self.mean_total('bytes_down') / 1e6:.1f}",
             f"{self.mean_total('seconds'):.1f}",
         ]
+
+    def _fairness(self) -> str:
+        ended = [run for run in self.runs if run.status == "finished"]
+        found = [[v for run in ended if (v := run.final(key)) is not None] for key in FAIRNESS]
+        return "±".join(f"{100 * fmean(values):.1f}" for values in found if values) or "-"
 
 
 def group(runs: Sequence[StoredRun]) -> list[Group]:
@@ -109,7 +121,10 @@ def group(runs: Sequence[StoredRun]) -> list[Group]:
     members = list(by_config.values())
     labels = _labels([_without_seed(runs[0].config) for runs in members])
     by = measure(runs)
-    groups = [Group(label, own, measure=by) for label, own in zip(labels, members, strict=True)]
+    fair = any(FAIRNESS[0] in record for run in runs for record in run.history[-1:])
+    groups = [
+        Group(label, own, measure=by, fair=fair) for label, own in zip(labels, members, strict=True)
+    ]
     groups.sort(key=lambda g: (g.split == "test", g.merit()), reverse=True)
     best: dict[str, Group] = {}
     for other in groups:

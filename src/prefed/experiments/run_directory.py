@@ -5,6 +5,7 @@ environment.json     versions, machine, git revision
 rounds.jsonl         a line per round, appended
 checkpoints/         the two newest (checkpoints.py)
 model.safetensors    the final weights under the model's own names
+best.safetensors     those of the best round so far, if it is to be kept
 """
 
 import hashlib
@@ -16,12 +17,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import numpy
-import safetensors.torch
 import tomli_w
 import torch
 
@@ -33,7 +33,8 @@ from prefed.experiments import checkpoints
 from prefed.experiments.config import Config, read_toml
 from prefed.training.observers import Callback
 from prefed.training.ranks import make_trainer, speaks
-from prefed.training.run import MakeTrainer, Result, Run
+from prefed.training.result import Result, write_model
+from prefed.training.run import MakeTrainer, Run
 from prefed.training.trainer import Record
 
 SECONDS_BETWEEN = 10.0
@@ -42,7 +43,7 @@ round if this is 0."""
 
 
 def execute(
-    config: Config,
+    what: Config | Run,
     folder: Path | None = None,
     *,
     resume: bool = False,
@@ -51,26 +52,31 @@ def execute(
     make_trainer: MakeTrainer = make_trainer,
     seconds_between: float | None = None,
 ) -> Result:
-    """Run a config to its end, writing it into `folder` unless that is None.
+    """Carry out a config, or a run that was made in Python, writing it into `folder` unless that is
+    None.
 
     resume           go on where the run in `folder` was; without one there, begin
     stop             asked after each round; if it says yes, the run is saved and Interrupted raised
-    make_trainer     where clients train, if not on this machine
+    make_trainer     where the clients of a config train, if not on this machine
     seconds_between  of checkpoints, if not SECONDS_BETWEEN
 
     Of several ranks the first alone writes and has callbacks.
     """
-    if folder is None or not speaks():
-        run = config.make_run(make_trainer)
-        return run.run([*(callbacks if speaks() else ()), StopWhen(stop)], config.to_dict())
-    with RunDirectory.open(folder, config, resume, seconds_between) as directory:
-        run = config.make_run(make_trainer)
-        if not directory.is_new:
+    table = what.to_dict() if isinstance(what, Config) else what.config
+    with ExitStack() as stack:
+        directories = []
+        if folder is not None and speaks():
+            directory = RunDirectory.open(folder, table, resume, seconds_between)
+            directories.append(stack.enter_context(directory))
+        run = what.make_run(make_trainer) if isinstance(what, Config) else what
+        for directory in directories:
             directory.restore(run)
-        return run.run([directory, *callbacks, StopWhen(stop)], config.to_dict())
+        others = callbacks if speaks() else ()
+        told = table if isinstance(what, Config) else None
+        return run.run([*directories, *others, StopIfAsked(stop)], told)
 
 
-class StopWhen(Callback):
+class StopIfAsked(Callback):
     """Stops a run after the round in which `wanted` becomes true."""
 
     def __init__(self, wanted: Callable[[], bool]) -> None:
@@ -92,19 +98,21 @@ class RunDirectory(Callback):
         self._due = 0.0
         self._saved: int | None = None
         """The round of the newest checkpoint that this process has written or read."""
+        self._saved_best = 0
+        """The round whose model is in best.safetensors."""
         self._lines: list[str] = []
 
     @classmethod
     def open(
-        cls, folder: Path, config: Config, resume: bool, seconds_between: float | None = None
+        cls, folder: Path, table: dict[str, Any], resume: bool, seconds_between: float | None = None
     ) -> "RunDirectory":
-        """The directory if this config may be run there; otherwise an error that says why."""
+        """The directory if what is asked for may be run there; otherwise an error that says why."""
         existing = folder / "config.toml"
-        is_new, text = not existing.exists(), tomli_w.dumps(config.to_dict())
+        is_new, text = not existing.exists(), tomli_w.dumps(table)
         if not is_new:
-            there, here = read_config(folder), config.to_dict()
-            differences, rounds = diff(there, here), there.get("rounds")
-            longer = resume and isinstance(rounds, int) and rounds < config.rounds
+            there, asked = read_config(folder), table["rounds"]
+            differences, rounds = diff(there, table), there.get("rounds")
+            longer = resume and isinstance(rounds, int) and rounds < asked
             if differences and not (longer and len(differences) == 1):
                 raise PrefedError(
                     f"{folder}: holds a run of another config; choose another directory\n"
@@ -112,11 +120,11 @@ class RunDirectory(Callback):
                 )
             if not resume:
                 raise PrefedError(
-                    f"{folder}: holds this run already; add --resume to go on with it, "
-                    f"or choose another directory"
+                    f"{folder}: holds this run already; add --resume (in Python resume=True) to go "
+                    f"on with it, or choose another directory"
                 )
             text = existing.read_text()  # checkpoints name it: an older version wrote other words
-            text = _with_rounds(text, config.rounds)
+            text = _with_rounds(text, asked)
         elif folder.exists() and (not folder.is_dir() or any(_visible(folder))):
             raise PrefedError(f"{folder}: is not empty and holds no run; choose another directory")
         if seconds_between is None:
@@ -134,6 +142,9 @@ class RunDirectory(Callback):
         self._lock.close()
 
     def restore(self, run: Run) -> None:
+        """Go on from the newest checkpoint, if there is a run here."""
+        if self.is_new:
+            return
         remove_leftovers(self.folder)
         more = run.settings.rounds
 
@@ -174,15 +185,10 @@ class RunDirectory(Callback):
             self._checkpoint()
 
     def on_end(self, result: Result) -> None:
-        """The final weights under the model's own names, buffers and frozen parameters too. A
-        complex128 tensor, which the format does not know, is written as pairs of float64."""
+        """The final weights under the model's own names, buffers and frozen parameters too."""
         self._checkpoint()
-        tensors = self.run.task.flat.module.state_dict()
-        pairs = torch.complex128
-        plain = {n: torch.view_as_real(t) if t.dtype == pairs else t for n, t in tensors.items()}
-        plain = {name: tensor.contiguous().clone() for name, tensor in plain.items()}
         with self._writing():
-            write_whole(self.folder / "model.safetensors", safetensors.torch.save(plain))
+            write_model(self.folder / "model.safetensors", self.run.model())
 
     def on_stop(self, reason: str) -> None:
         """Save the state if it is the one after the rounds that were written down: an error may
@@ -211,6 +217,14 @@ class RunDirectory(Callback):
             file.write(line + "\n")
 
     def _checkpoint(self) -> None:
+        self._save_state()
+        best = self.run.best.round if self.run.best is not None else 0
+        if best != self._saved_best:
+            with self._writing():
+                write_model(self.folder / "best.safetensors", self.run.model(best=True))
+            self._saved_best = best
+
+    def _save_state(self) -> None:
         run = self.run
         if run.server.round == self._saved:
             return

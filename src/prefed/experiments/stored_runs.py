@@ -16,6 +16,7 @@ from prefed.core.errors import PrefedError
 from prefed.core.safe_files import is_locked, read_whole, write_whole
 from prefed.experiments.config import Config
 from prefed.experiments.run_directory import NotARecord, check_record, from_json, read_config
+from prefed.training.result import frame
 from prefed.training.trainer import Record
 
 if TYPE_CHECKING:
@@ -68,7 +69,12 @@ class StoredRun:
         if not self.history:
             return False
         last = self.history[-1]
-        return _diverged(last) or last["round"] == self.config["rounds"]
+        return bool(_diverged(last) or self.ended or last["round"] == self.config["rounds"])
+
+    @property
+    def ended(self) -> str:
+        """Why it ended before its last round; empty if it did not."""
+        return str(self.history[-1].get("ended", "")) if self.history else ""
 
     def final(self, key: str) -> float | None:
         """The value of `key` in the last round of a finished run, otherwise None."""
@@ -184,13 +190,9 @@ def load_runs(*folders: str | Path) -> list[StoredRun]:
 
 def to_pandas(*folders: str | Path) -> "pandas.DataFrame":
     """One row per round of every run, with its directory, algorithm, seed and algorithm options."""
-    try:
-        import pandas
-    except ImportError:
-        raise PrefedError("to_pandas needs pandas: pip install pandas") from None
     rows = []
     for run in load_runs(*folders):
         options = {f"algorithm.{k}": v for k, v in run.config["algorithm"].items() if k != "name"}
         about = {"run": str(run.folder), "algorithm": run.algorithm, "seed": run.seed}
         rows += [{**about, "status": run.status, **options, **record} for record in run.history]
-    return pandas.DataFrame(rows)
+    return frame(rows)

@@ -281,7 +281,8 @@ def follow(
         seen = max(seen, len(lines))
         if not seen and (now := flower.stage()) != stage:
             say(stage := now)
-        if (folder / "model.safetensors").exists() and seen >= rounds:
+        is_last = seen >= rounds or (seen and "ended" in json.loads(lines[-1]))
+        if (folder / "model.safetensors").exists() and is_last:
             flower.let_end(*needed[-1:])
             return
         if (folder / END).exists():
@@ -310,7 +311,7 @@ def summary(logs: Path) -> str:
 
 def check_folder(folder: Path, config: Config, resume: bool) -> None:
     """Say now, and not in a log of Flower's, what RunDirectory.open would refuse."""
-    with RunDirectory.open(folder, config, resume):
+    with RunDirectory.open(folder, config.to_dict(), resume):
         pass
     (folder / END).unlink(missing_ok=True)
 

@@ -100,7 +100,7 @@ def tables(
     text = template("tables.html").render(
         rankings=rankings,
         measure=groups[0].measure.name,
-        notes=[*notes, *_diverged(groups)],
+        notes=[*notes, *_diverged(groups), *_ended(groups)],
         progress=progress,
         traffic=list({g.label: _traffic(g) for g in groups}.items()),
     )
@@ -145,8 +145,8 @@ def asset(name: str) -> Markup:
 def _split(run: StoredRun) -> Figure | None:
     """The picture of the first run's split, if its data are at hand. Not if the config names
     things of a user's own: a report must be safe to make of a stranger's runs."""
-    names = (value for key, value in flatten(run.config).items() if key != "device")
-    if any(isinstance(name, str) and ":" in name for name in names):
+    values = (value for key, value in flatten(run.config).items() if key != "device")
+    if any(":" in str(value) for value in values):
         return None
     try:
         return draw(*load(run.config).make_data())
@@ -170,6 +170,18 @@ def _diverged(groups: list[Group]) -> list[str]:
     return [f"Diverged: {'; '.join(found)}."] if found else []
 
 
+def _ended(groups: list[Group]) -> list[str]:
+    found = [
+        f"{g.label}, seed {run.seed}: after round {len(run.history)}, {run.ended}"
+        for g in groups
+        for run in g.runs
+        if run.ended
+    ]
+    return [f"Ended early: {'; '.join(found)}."] if found else []
+
+
 def _commands(g: Group) -> list[str]:
-    paths = [run.folder / "config.toml" for run in g.runs if not run.archived]
+    """None for models and data that were made in Python."""
+    runs = [r for r in g.runs if not r.archived and "python" not in r.config.get("model", {})]
+    paths = [run.folder / "config.toml" for run in runs]
     return [f"prefed run {shlex.quote(str(path))}" for path in paths]

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from prefed.training.trainer import Record
 
 if TYPE_CHECKING:
-    from prefed.training.run import Result, Run
+    from prefed.training.result import Result
+    from prefed.training.run import Run
 
 
 class Callback:

@@ -110,8 +110,8 @@ class RankTrainer(LocalTrainer):
             said = [_broadcast_text(found, source) for source in range(dist.get_world_size())]
         return sorted(client for text in said for client in json.loads(text))
 
-    def stop_everywhere(self, wanted: bool) -> bool:
-        return text_of_first("stop" if wanted else "") == "stop"
+    def agree(self, text: str) -> str:
+        return text_of_first(text)
 
 
 def share(items: Sequence[T], rank: int, ranks: int) -> Sequence[T]:

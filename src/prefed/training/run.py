@@ -1,11 +1,10 @@
 """A federated run: the one loop over rounds."""
 
-import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,14 +12,19 @@ from torch import Tensor, nn
 
 from prefed.algorithms import Algorithm
 from prefed.core import draws
-from prefed.core.errors import Diverged, Interrupted, PrefedError, checked
+from prefed.core.errors import Diverged, Interrupted, PrefedError
 from prefed.core.machine import threads_for, torch_threads
 from prefed.core.schedule import at
 from prefed.data import FederatedData
 from prefed.rules import State
+from prefed.training.client_evaluation import ClientEvaluation
 from prefed.training.diagnostics import CollapseWatch, diagnose
+from prefed.training.goals import Best, Goal, Stopper
+from prefed.training.identity import identity
+from prefed.training.metrics import Metrics
 from prefed.training.observers import Callback, Observers
 from prefed.training.ranks import make_trainer
+from prefed.training.result import Result
 from prefed.training.round import (
     STEPS,
     Server,
@@ -43,26 +47,11 @@ OLD_NAMES = {"optimiser.steps_left": "optimiser.left"}
 """What checkpoints of earlier versions call a tensor."""
 
 
-@dataclass(frozen=True)
-class Result:
-    weights: Tensor
-    """The final weights, flat, parameter by parameter in the model's order."""
-    model: nn.Module
-    """The model with the final weights."""
-    history: list[Record]
-    """One record a round."""
-    server: Server
-    """The final global state, with the optimiser state."""
-    kept: dict[int, State]
-    """The state that clients keep, for those that took part."""
-    client_model: Callable[[int], nn.Module]
-    """The model that a client would use: the global one with the client's own parts."""
-
-
 class Run:
     """A run that can be advanced round by round. Everything is checked before the first.
 
     make_trainer  where clients train, if not in this process or on the ranks it belongs to
+    config        the table that it was made from, if there is one
     """
 
     def __init__(
@@ -73,6 +62,7 @@ class Run:
         settings: Settings,
         loss: Loss | str | None = None,
         make_trainer: MakeTrainer = make_trainer,
+        config: dict[str, Any] | None = None,
     ) -> None:
         if not isinstance(algorithm, Algorithm):
             raise PrefedError(f"algorithm: should be an Algorithm such as prefed.FedAvg(), "
@@ -100,6 +90,8 @@ class Run:
         check_in_place(algorithm, flat, settings.local_steps)
         self.trainer = make_trainer(algorithm, self.task, data, settings)
         self.server = Server.start(algorithm, flat.shared, flat.weights, flat.read_buffers())
+        self.config = config or identity(algorithm, self.task.flat.module, data, settings, loss)
+        """What is run, as config.toml has it."""
         self.history: list[Record] = []
         self.is_whole = True
         """The state is that between two rounds; not while the server steps, or after a step
@@ -109,20 +101,71 @@ class Run:
         self._is_prepared = self._stop_wanted = False
         self._evaluation_threads: int | None = None
         self._collapse = CollapseWatch(algorithm)
+        self.client_evaluation = self._client_evaluation()
+        """How clients are evaluated one by one; None if they are not."""
+        self.metrics = Metrics(settings.metrics, device)
+        self.best: Best | None = None
+        """The round with the best model, if it is to be kept."""
+        self._best_state: dict[str, Tensor] = {}
+        self._stopper: Stopper | None = None
+        if self.trainer.leads:
+            self._set_goals()
+
+    def _client_evaluation(self) -> ClientEvaluation | None:
+        if self.data.client_tests is None:
+            for name in ("evaluate_clients", "evaluate_clients_every", "finetune_steps"):
+                if getattr(self.settings, name) is not None:
+                    raise PrefedError(
+                        f"{name}: clients have no test samples of their own; set data.client_test, "
+                        f"or in Python use data.hold_out(0.2) or FederatedData(..., client_tests=)"
+                    )
+            return None
+        if (self.settings.evaluate_clients or 0) > len(self.data):
+            raise PrefedError(
+                f"evaluate_clients: {self.settings.evaluate_clients} is more than the "
+                f"{len(self.data)} clients there are"
+            )
+        if not self.trainer.has_clients:
+            log.warning("clients are not evaluated one by one: their samples are elsewhere")
+            return None
+        return ClientEvaluation(self)
+
+    def _set_goals(self) -> None:
+        """One evaluation before the first round shows whether metrics work, and what they give."""
+        settings = self.settings
+        if not (settings.metrics or settings.keep or settings.stop_when or self.client_evaluation):
+            return
+        if settings.metrics and self.data.test is None:
+            raise PrefedError("metrics: there is no test set to compute them on; give data a test")
+        found = self.evaluate() | (
+            self.client_evaluation.try_out() if self.client_evaluation else {}
+        )
+        numbers = [key for key, value in found.items() if isinstance(value, float)]
+        known = ["train_loss", *numbers]
+        if settings.keep:
+            self.best = Best(Goal(settings.keep))
+            self.best.goal.resolve("keep", known)
+        if settings.stop_when:
+            self._stopper = Stopper(settings.stop_when, known)
 
     def run(
         self, callbacks: Sequence[Callback] = (), config: Mapping[str, Any] | None = None
     ) -> Result:
         """All rounds that are left. `config` is what callbacks are told about the run."""
         if config is None:
-            config = {"algorithm": self.algorithm.model_dump(), **self.settings.model_dump()}
+            config = self.config | self.settings.model_dump()
         observers = Observers(callbacks)
         try:
             self.prepare()
             observers.start(self, dict(config))
+            if self.ended:
+                log.info(
+                    "the run has ended already, after round %d: %s", self.server.round, self.ended
+                )
             for record in self.rounds():
                 observers.round(record)
-                if self.trainer.stop_everywhere(self._stop_wanted) and not self.is_finished:
+                stop = self.trainer.agree("stop" if self._stop_wanted else "")
+                if stop and not self.is_finished:
                     raise Interrupted(f"stopped after round {self.server.round}")
             result = self.result()
             observers.end(result)
@@ -136,12 +179,17 @@ class Run:
     def rounds(self, until: int | None = None) -> Iterator[Record]:
         """Run all rounds that are left, or those up to a number, and give the record of each."""
         last = self.settings.rounds if until is None else until
-        while self.server.round < last:
+        while self.server.round < last and not self.ended:
             yield self.run_round()
 
     @property
     def is_finished(self) -> bool:
-        return self.server.round >= self.settings.rounds
+        return self.server.round >= self.settings.rounds or bool(self.ended)
+
+    @property
+    def ended(self) -> str:
+        """Why there are no more rounds, by `stop_when`; empty if there are."""
+        return str(self.history[-1].get("ended", "")) if self.history else ""
 
     def stop(self) -> None:
         """End the run after the round that is under way. It can be resumed."""
@@ -202,9 +250,20 @@ class Run:
         self._collapse.see(diagnosis)
         record |= diagnosis
 
-        # 5. Evaluate.
-        if self.trainer.leads and ((round + 1) % settings.evaluate_every == 0 or self.is_finished):
-            record |= self.evaluate()
+        # 5. Evaluate. Is it good enough to end here, and the best so far?
+        is_last = self.server.round >= settings.rounds
+        done = self._evaluate_if_due(record, is_last)
+        if settings.stop_when and not is_last:
+            reason = self._stopper.see(record) if self._stopper else ""
+            if reason := self.trainer.agree(reason):
+                self._evaluate_if_due(record, True, done)
+                record["ended"] = reason
+        if self.best is not None and self.best.see(record):
+            self._best_state = {
+                "best.weights": self.server.weights.clone(),
+                "best.buffers": self.server.buffers.clone(),
+                "best.steps": self.server.steps.clone(),
+            }
         record["seconds"] = time.perf_counter() - start
         self.history.append(record)
         return record
@@ -238,14 +297,29 @@ class Run:
         server_update(self.algorithm, self.server, arrived.mean, self.settings.local_steps, share)
         self.is_whole = bool(self.server.weights.isfinite().all())
 
+    def _evaluate_if_due(
+        self, record: Record, is_last: bool, done: Collection[str] = ()
+    ) -> list[str]:
+        """Add what is due in this round, and is not done yet; returns what is done."""
+        if not self.trainer.leads:
+            return []
+        kinds = {"all": (self.settings.evaluate_every, self.evaluate)}
+        if (clients := self.client_evaluation) is not None:
+            kinds["clients"] = (clients.every, clients.evaluate)
+        due = [k for k, (every, _) in kinds.items() if is_last or not self.server.round % every]
+        for kind in due:
+            record |= kinds[kind][1]() if kind not in done else {}
+        return due
+
     def evaluate(self) -> Record:
-        """Loss of the global model on the test set, and accuracy if there are labels."""
+        """Loss of the global model on the test set, accuracy if there are labels, and metrics."""
         if self.data.test is None:
             return {}
         self._load()
+        self.metrics.reset()
         with torch_threads(self._evaluation_threads):
-            loss, accuracy = self.task.evaluate(*self.data.test.all())
-        return {"test_loss": loss, "test_accuracy": accuracy}
+            loss, accuracy = self.task.evaluate(*self.data.test.all(), self.metrics.update)
+        return {"test_loss": loss, "test_accuracy": accuracy} | self.metrics.compute()
 
     def snapshot(self) -> dict[str, Tensor]:
         """All that the next rounds depend on, by name. Not a copy: write it before going on."""
@@ -253,7 +327,7 @@ class Run:
         tensors = {"weights": server.weights, "buffers": server.buffers, "steps": server.steps}
         tensors |= {f"optimiser.{name}": value for name, value in server.optimiser.items()}
         tensors |= {f"shared.{name}": value for name, value in server.shared.items()}
-        return tensors | self.trainer.state()
+        return tensors | self._best_state | self.trainer.state()
 
     def restore(
         self, tensors: Mapping[str, Tensor], history: list[Record], engine: str = ""
@@ -273,17 +347,26 @@ class Run:
         self.server.round, self.history = len(history), list(history)
         for record in history:
             self._collapse.see(record)
+            if self.best is not None:
+                self.best.see(record)
+            if self._stopper is not None:
+                self._stopper.see(record)
+        if self.best is not None and self.best.round:
+            likes = {f"best.{n}": getattr(self.server, n) for n in ("weights", "buffers", "steps")}
+            saved = {name: check_fits(name, tensors, like) for name, like in likes.items()}
+            self._best_state = {
+                name: v.to(likes[name].device, copy=True) for name, v in saved.items()
+            }
 
     @property
     def kept(self) -> dict[int, State]:
         """The state that clients keep, if it is held here."""
         return getattr(self.trainer, "kept", {})
 
-    def result(self) -> Result:
-        self._load()
-        model = self.task.model()
-        weights = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
-        return Result(weights, model, self.history, self.server, self.kept, self.client_model)
+    def model(self, best: bool = False) -> nn.Module:
+        """A copy of the global model as it is now, or as it was in the best round so far."""
+        self._load(best=best)
+        return self.task.model()
 
     def client_model(self, client: int) -> nn.Module:
         """The model that a client would use: the global one with its own parts, if it has any."""
@@ -294,10 +377,21 @@ class Run:
         self._load()
         return model
 
-    def _load(self, client: int | None = None) -> None:
-        """Put the global model, or that of a client, into the task."""
-        server, flat, steps = self.server, self.task.flat, self.server.steps
-        weights, buffers = client_state(server, {})
+    def result(self) -> Result:
+        best = bool(self._best_state)
+        model = self.model(best)
+        weights = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
+        round = self.best.round if self.best is not None and best else None
+        of_clients = self.kept, self.client_model
+        return Result(weights, model, self.history, self.server, *of_clients, round, self.config)
+
+    def _load(self, client: int | None = None, best: bool = False) -> None:
+        """Put the global model, of now or the best so far, or that of a client, into the task."""
+        server, flat = self.server, self.task.flat
+        if best and self._best_state:
+            weights, buffers, steps = self._best_state.values()
+            server = replace(server, weights=weights, buffers=buffers, steps=steps)
+        weights, buffers, steps = *client_state(server, {}), server.steps
         if client is not None:
             weights, buffers = self.trainer.client_state(server, client)
             steps = self.kept.get(client, {}).get(STEPS, steps)
@@ -319,41 +413,3 @@ class Run:
 
 Simulation = Run
 """The name of `Run` in earlier versions."""
-
-
-def simulate(
-    algorithm: Algorithm,
-    model: nn.Module,
-    data: FederatedData,
-    *,
-    loss: Loss | str | None = None,
-    callbacks: Sequence[Callback] = (),
-    **settings: Any,
-) -> Result:
-    """Train `model` on `data` with `algorithm`; the model that is handed in stays as it is.
-
-    algorithm          such as prefed.PreFed(client_lr=0.01)
-    model              any torch.nn.Module
-    data               a prefed.FederatedData
-    loss               (output, y) -> one number, or a name: "cross_entropy", "mse", "bce"; None:
-                       cross-entropy for labels, else squared error
-    callbacks          see prefed.Callback
-    """
-    return Run(algorithm, model, data, checked(Settings, settings), loss).run(callbacks)
-
-
-def _describe(function: Callable[..., Any]) -> None:
-    """Give a function that takes `**settings` their names, types, defaults and descriptions."""
-    signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    lines = [inspect.cleandoc(function.__doc__ or "")]
-    for name, field in Settings.model_fields.items():
-        default = inspect.Parameter.empty if field.is_required() else field.default
-        kind, annotation = inspect.Parameter.KEYWORD_ONLY, field.annotation
-        own.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
-        lines.append(f"{name:<18} {' '.join((field.description or '').split())}")
-    function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
-    function.__doc__ = "\n".join(lines)
-
-
-_describe(simulate)

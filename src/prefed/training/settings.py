@@ -1,5 +1,6 @@
 """How a run goes: everything about it that is not the algorithm, the model or the data."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -9,11 +10,15 @@ from pydantic import (
     Field,
     PositiveInt,
     Tag,
+    field_serializer,
     field_validator,
     model_validator,
 )
 
 from prefed.core.deprecated import with_new_names
+from prefed.core.plain import plain
+from prefed.training import metrics
+from prefed.training.goals import Goal, StopWhen
 
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weighting = Annotated[
@@ -63,6 +68,26 @@ class Settings(BaseModel):
     and all state as they are."""
     evaluate_every: PositiveInt = 1
     """Rounds between two evaluations on the test set; the last round is always evaluated."""
+    evaluate_clients: PositiveInt | None = None
+    """How many clients are evaluated on test samples of their own, if the data have such: a new
+    draw each time; None (in a config "all") is all of them."""
+    evaluate_clients_every: PositiveInt | None = None
+    """Rounds between two evaluations of clients; None is that of evaluate_every. The last round is
+    always evaluated."""
+    finetune_steps: PositiveInt | None = None
+    """Local steps that each client makes, on a copy of the model, before it is evaluated."""
+    metrics: Any = ()
+    """What is measured on the test set besides loss and accuracy: a list of "top_5" (or another
+    number), "f1", "auroc", "perplexity", "class_accuracy", functions (outputs, targets) -> number
+    (in a config "module:function") or metrics of torchmetrics. Records have each as test_NAME; a
+    dict {name: metric} gives other names."""
+    stop_when: StopWhen | None = None
+    """Ends the run before its last round: {"patience": 10} after so many evaluations without a
+    better test_accuracy, {"metric": "test_f1", "patience": 10, "min_delta": 0.001},
+    "test_accuracy >= 0.9", or a function (record) -> bool."""
+    keep: str | None = None
+    """"best" keeps the model of the round with the best test_accuracy (test_loss, if there are no
+    labels), "best test_f1" that of another number. It is then the model of the result."""
     client_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The probability that a client of a cohort never answers."""
     quorum: PositiveInt = 1
@@ -75,10 +100,35 @@ class Settings(BaseModel):
     def _with_new_names(cls, table: Any) -> Any:
         return with_new_names(table, cls.RENAMED)
 
-    @field_validator("clients_per_round", "batch_size", mode="before")
+    @field_validator("clients_per_round", "batch_size", "evaluate_clients", mode="before")
     @classmethod
     def _from_word(cls, value: Any) -> Any:
         return None if value in ("all", "full") else value
+
+    @field_validator("metrics", mode="plain")
+    @classmethod
+    def _check_metrics(cls, given: Any) -> Any:
+        named = metrics.by_name(given)
+        return named if isinstance(given, Mapping) else tuple(named.values())
+
+    @field_serializer("metrics")
+    def _metrics_in_words(self, given: Any) -> Any:
+        if isinstance(given, Mapping):
+            return {name: metrics.word(metric) for name, metric in given.items()}
+        return [metrics.word(metric) for metric in given]
+
+    @field_validator("keep")
+    @classmethod
+    def _check_keep(cls, text: str | None) -> str | None:
+        Goal(text or "best")
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for TOML. What is None or empty, as in older versions, is left out."""
+        table = {
+            name: value for name, value in plain(self.model_dump()).items() if value not in ([], {})
+        }
+        return {"batch_size": "full", **table} if self.batch_size is None else table
 
     def weight(self, client: int, samples: int) -> float:
         """The weight of a client with this number of samples in every mean over the cohort."""

@@ -126,8 +126,13 @@ class Task:
         return loss.detach()
 
     @torch.no_grad()
-    def evaluate(self, x: Tensor, y: Tensor) -> tuple[float, float | None]:
-        """Mean loss, and accuracy if the targets are labels. The model's mode is left as it was."""
+    def evaluate(
+        self, x: Tensor, y: Tensor, see: Callable[[Tensor, Tensor], None] = lambda output, y: None
+    ) -> tuple[float, float | None]:
+        """Mean loss, and accuracy if the targets are labels. The model's mode is left as it was.
+
+        see   is shown the output and the targets of each batch
+        """
         training = self.flat.module.training
         self.flat.module.eval()
         loss, samples, right, counted = 0.0, 0.0, 0, 0
@@ -139,6 +144,7 @@ class Task:
             share = of / y_part.numel() if ignored_label(self.loss) is not None and of else 1.0
             loss += float(self.loss(output, target)) * len(x_part) * share
             samples, right, counted = samples + len(x_part) * share, right + correct, counted + of
+            see(output, target)
         self.flat.module.train(training)
         return loss / samples, right / counted if counted else None
 

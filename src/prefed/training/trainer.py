@@ -50,6 +50,8 @@ class Trainer(ABC):
     """This process evaluates, writes and prints for the run; of several ranks only the first."""
     threads: int | None = None
     """Torch's threads for each operation of a round; None leaves them as they are."""
+    has_clients: bool = False
+    """The clients' samples are in this process, so that it can evaluate them one by one."""
     engine: str = ""
     """How the run computes, known after `prepare`. A resumed run goes on with the same."""
 
@@ -74,9 +76,9 @@ class Trainer(ABC):
     def load_state(self, saved: Mapping[str, Tensor], engine: str) -> None:
         """Go on from a checkpoint of a run that computed with `engine`."""
 
-    def stop_everywhere(self, wanted: bool) -> bool:
-        """Whether the run stops, where several processes have to agree on it."""
-        return wanted
+    def agree(self, text: str) -> str:
+        """What the process says that leads, where several have to agree."""
+        return text
 
 
 def check_fits(name: str, saved: Mapping[str, Tensor], like: Tensor) -> Tensor:

@@ -1,0 +1,213 @@
+"""The model on the clients' own test samples: for each client, not only for all of them together.
+
+Clients that have the server's weights are evaluated many at a time: one forward pass over the
+samples of all, and sums over the segments that belong to each. Clients with weights of their own,
+such as those that make a few local steps first (FedAvg + fine-tuning), take turns.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from prefed.core import draws
+from prefed.core.errors import PrefedError
+from prefed.core.losses import WITH_CLASSES, are_labels, count_correct
+from prefed.data.samples import Samples
+from prefed.training.engines.engine import Engine
+from prefed.training.engines.workers import Workers
+from prefed.training.local_trainer import LocalTrainer
+from prefed.training.round import BUFFERS, PERSONAL, Update, client_state
+from prefed.training.task import EVALUATION_BATCH, Task
+from prefed.training.trainer import Record
+
+if TYPE_CHECKING:
+    from prefed.training.run import Run
+
+Weights = tuple[Tensor, Tensor]
+"""All weights and the statistics of a client."""
+Score = tuple[float, float | None]
+"""Loss, and accuracy if the targets are labels."""
+
+
+class ClientEvaluation:
+    """How a run evaluates its clients."""
+
+    def __init__(self, run: "Run") -> None:
+        self.run, self.settings = run, run.settings
+        self.every = run.settings.evaluate_clients_every or run.settings.evaluate_every
+        self._tuning: Workers | None = None
+        if run.settings.finetune_steps and run.algorithm.client_rule().lockstep:
+            raise PrefedError(
+                "finetune_steps: clients of this algorithm step together, none by itself; leave "
+                "it out, or take another algorithm"
+            )
+
+    def choose(self) -> list[int]:
+        """The clients of an evaluation: all, or a sample that depends on seed and round alone;
+        without those that have no test samples."""
+        run = self.run
+        size = self.settings.evaluate_clients
+        chosen = draws.cohort(
+            self.settings.seed, run.server.round, len(run.data), size, "evaluated clients"
+        )
+        return [client for client in chosen if len(run.data.client_test(client))]
+
+    def try_out(self) -> Record:
+        """One client, before the first round and without local steps: what records will have."""
+        data = self.run.data
+        some = next((c for c in range(len(data)) if len(data.client_test(c))), None)
+        if some is None:
+            raise PrefedError("client_tests: no client has test samples")
+        return self._record([some], dict(self._scores([some], tuned=False)))
+
+    def evaluate(self) -> Record:
+        clients = self.choose()
+        return self._record(clients, dict(self._scores(clients)))
+
+    def _record(self, clients: list[int], scores: dict[int, Score]) -> Record:
+        record: Record = {}
+        for name, lists, column, worst in (
+            ("accuracy", "accuracies", [scores[c][1] for c in clients], 1),
+            ("loss", "losses", [scores[c][0] for c in clients], -1),
+        ):
+            values = [value for value in column if value is not None]
+            if values:
+                record |= {f"client_{name}_{k}": v for k, v in spread(values, worst).items()}
+                record[f"client_{lists}"] = values
+        if len(clients) < len(self.run.data):
+            record["evaluated_clients"] = clients
+        return record
+
+    def _scores(self, clients: list[int], tuned: bool = True) -> Iterator[tuple[int, Score]]:
+        run, alike = self.run, []
+        for client, weights in self._weights(clients, tuned):
+            if weights is None:
+                alike.append(client)
+            else:
+                self._load(*weights)
+                yield client, score(run.task, [run.data.client_test(client)])[0]
+        self._load(*client_state(run.server, {}))
+        samples = [run.data.client_test(client) for client in alike]
+        yield from zip(alike, score(run.task, samples), strict=True)
+
+    def _load(self, weights: Tensor, statistics: Tensor) -> None:
+        flat = self.run.task.flat
+        flat.weights.copy_(weights)
+        flat.write_buffers(statistics, self.run.server.steps)
+
+    def _weights(self, clients: list[int], tuned: bool) -> Iterator[tuple[int, Weights | None]]:
+        """What each client is evaluated with, valid until the next is asked for; None if that is
+        the global model."""
+        run = self.run
+        if not (tuned and self.settings.finetune_steps):
+            for client in clients:
+                own = {PERSONAL, BUFFERS} & run.kept.get(client, {}).keys()
+                state = run.trainer.client_state(run.server, client) if own else None
+                yield client, state
+            return
+        server = replace(run.server, round=run.server.round - 1)  # the round that has just been
+
+        def train(engine: Engine, block: Sequence[int]) -> Update:
+            return engine.update(run.algorithm, server, block, run.kept)
+
+        workers = self._workers()
+        with torch.random.fork_rng(enabled=True):
+            for first, update in workers.updates(train, workers.blocks(run.algorithm, clients)):
+                for row, change in enumerate(update.values["weights"]):
+                    after = replace(run.server, weights=run.server.weights + change)
+                    if BUFFERS in update.values:
+                        after.buffers = update.values[BUFFERS][row]
+                    kept = {name: value[row] for name, value in update.kept.items()}
+                    yield clients[first + row], client_state(after, kept)
+
+    def _workers(self) -> Workers:
+        """Engines for fine-tuning, with a model and draws of their own: the run does not notice."""
+        if self._tuning is None:
+            run, trainer = self.run, self.run.trainer
+            assert isinstance(trainer, LocalTrainer)
+            assert trainer.choice is not None, "prepare() comes first"
+            own = {
+                "local_steps": self.settings.finetune_steps,
+                "seed": draws.torch_seed(self.settings.seed, "fine-tuning"),
+            }
+            settings, task = self.settings.model_copy(update=own), run.task.copy(run.data)
+            choice = trainer.choice
+            self._tuning = Workers(choice.engine, choice.workers, task, run.data, settings)
+        return self._tuning
+
+
+def spread(values: Sequence[float], worst: int) -> dict[str, float]:
+    """The mean over clients, the standard deviation, and the mean of the tenth that fares worst:
+    the lowest values if `worst` is 1, the highest if it is -1."""
+    mean = sum(values) / len(values)
+    tenth = sorted(values, key=lambda value: worst * value)[: math.ceil(len(values) / 10)]
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+    return {"mean": mean, "std": deviation, "worst_tenth": sum(tenth) / len(tenth)}
+
+
+@torch.no_grad()
+def score(task: Task, clients: Sequence[Samples]) -> list[Score]:
+    """The weights that are loaded, on each of these clients' samples."""
+    training = task.flat.module.training
+    task.flat.module.eval()
+    found: list[Score] = []
+    for group in _groups([len(samples) for samples in clients]):
+        if len(group) == 1:
+            found.append(task.evaluate(*clients[group.start].all()))
+        else:
+            found += _together(task, clients[group.start : group.stop])
+    task.flat.module.train(training)
+    return found
+
+
+def _groups(sizes: Sequence[int]) -> Iterator[range]:
+    """Neighbours whose samples fit into a batch together; a client that does not fit, alone."""
+    first, held = 0, 0
+    for client, size in enumerate(sizes):
+        if held and held + size > EVALUATION_BATCH:
+            yield range(first, client)
+            first, held = client, 0
+        held += size
+    if sizes:
+        yield range(first, len(sizes))
+
+
+def _together(task: Task, clients: Sequence[Samples]) -> list[Score]:
+    """One forward pass over the samples of all."""
+    x, y = joined(clients)
+    output, y = task.forward(x), y.to(task.device)
+    sizes = [len(samples) for samples in clients]
+    owner = torch.arange(len(sizes), device=y.device).repeat_interleave(
+        torch.tensor(sizes, device=y.device)
+    )
+
+    def sums(each: Tensor) -> Tensor:
+        """Of what each sample has, by client."""
+        zeros = torch.zeros(len(sizes), dtype=torch.float64, device=y.device)
+        return zeros.index_add(0, owner, each.reshape(len(y), -1).double().sum(1))
+
+    if are_labels(y) and task.loss in WITH_CLASSES:
+        counted = sums(y >= 0)
+        right = sums((output.argmax(1) == y) & (y >= 0)) / counted
+        losses = sums(functional.cross_entropy(output, y, reduction="none")) / counted
+        return list(zip(losses.tolist(), right.tolist(), strict=True))
+    found: list[Score] = []
+    for part in zip(output.split(sizes), y.split(sizes), strict=True):
+        correct, of = count_correct(task.loss, *part) or (0, 0)
+        found.append((float(task.loss(*part)), correct / of if of else None))
+    return found
+
+
+def joined(clients: Sequence[Samples]) -> tuple[Tensor, Tensor]:
+    """The samples of several clients, one after another; in one go if they share a data set."""
+    whole = clients[0]
+    if all(s.is_of(whole) and s.index is not None for s in clients):
+        index = torch.cat([s.index for s in clients if s.index is not None])
+        return whole.part(index).all()
+    xs, ys = zip(*(samples.all() for samples in clients), strict=True)
+    return torch.cat(xs), torch.cat(ys)

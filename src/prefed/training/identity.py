@@ -1,0 +1,63 @@
+"""What a run is of, written down: enough to tell it from another one, not to run it again."""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prefed.algorithms import ALGORITHMS, Algorithm
+from prefed.core.plain import name_of, plain
+from prefed.data import FederatedData, Partition
+from prefed.training.settings import Settings
+
+
+def identity(
+    algorithm: Algorithm, model: nn.Module, data: FederatedData, settings: Settings, loss: Any
+) -> dict[str, Any]:
+    """A table as a config has it, with what can be known of a model and of data that were made in
+    Python: their kind and size, and hashes of the first weights, and of the sizes of the clients
+    and the samples of the first."""
+    kind = {"name": ALGORITHMS.name_of(type(algorithm)), **algorithm.model_dump()}
+    table = {
+        **settings.to_dict(),
+        "loss": None if loss is None else loss if isinstance(loss, str) else name_of(loss),
+        "algorithm": kind,
+        "model": {
+            "python": type(model).__qualname__,
+            "weights": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "sha256": _hash(*model.state_dict().values()),
+        },
+        "data": _data(data),
+    }
+    return plain(table)  # type: ignore[no-any-return]
+
+
+def _data(data: FederatedData) -> dict[str, Any]:
+    """Clients that are made when they are needed are counted, and not made for this."""
+    sizes: np.ndarray[Any, Any] | None = None
+    if isinstance(data.clients, Partition):
+        sizes = data.clients.parts.sizes()
+    elif isinstance(data.clients, list | tuple):
+        sizes = np.array([len(data.client(c)) for c in range(len(data))])
+    return {
+        "python": type(data.clients).__qualname__,
+        "clients": len(data),
+        "samples": None if sizes is None else int(sizes.sum()),
+        "test": 0 if data.test is None else len(data.test),
+        "sha256": _hash(
+            *data.client(0).all(),
+            torch.as_tensor([] if sizes is None else sizes),
+            *(data.client_test(0).all() if data.client_tests is not None else ()),
+        ),
+    }
+
+
+def _hash(*arrays: Tensor) -> str:
+    found = hashlib.sha256()
+    for values in arrays:
+        flat = values.detach().cpu().contiguous().reshape(-1)
+        found.update(f"{flat.dtype} {tuple(values.shape)}".encode())
+        found.update(flat.view(torch.uint8).numpy().data if len(flat) else b"")
+    return found.hexdigest()[:16]

@@ -1,0 +1,302 @@
+"""Metrics of the test set, by name or of the user's own: F1, AUROC, top-5 accuracy, ...
+
+A metric has the three methods of those of torchmetrics: `reset()`, `update(outputs, targets)` for
+each batch, and `compute()`, which gives a number, a list of numbers, or a dict of such. Those that
+only count hold counts; AUROC and plain functions need all outputs at once, which are held in memory
+up to LIMIT numbers.
+"""
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from prefed.core.errors import PrefedError, did_you_mean
+from prefed.core.registry import Registry
+
+LIMIT = 1 << 28
+"""Outputs that a metric may hold, in numbers: a gigabyte of float32."""
+IGNORED = -100
+"""Targets with this label count for no metric, as for torch's losses."""
+
+
+class Metric(Protocol):
+    def reset(self) -> None: ...
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """A batch: what the model gave, and what was wanted."""
+
+    def compute(self) -> Any:
+        """Of all batches since `reset`."""
+
+
+METRICS: Registry[Callable[..., Any]] = Registry("metric", "prefed.training")
+
+
+def labelled(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores (N, classes) and labels (N), whatever shape they come in: classes are the second
+    dimension of outputs; one output for each target is the logit of class 1 against class 0."""
+    if outputs.dim() == targets.dim() + 1:
+        scores, labels = outputs.movedim(1, -1).flatten(0, -2), targets.flatten()
+    elif outputs.numel() == targets.numel() == len(targets):
+        logits = outputs.flatten()
+        scores, labels = torch.stack([torch.zeros_like(logits), logits], 1), targets.flatten()
+    else:
+        raise PrefedError(
+            f"metrics: those with a name are for one label a target, but the outputs are "
+            f"{list(outputs.shape)} and the targets {list(targets.shape)}; give a function "
+            f"(outputs, targets) -> number"
+        )
+    counted = labels != IGNORED
+    return scores[counted], labels[counted].long()
+
+
+class Ratio:
+    """A sum over samples, divided by their number."""
+
+    def reset(self) -> None:
+        self.sum, self.count = 0.0, 0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        scores, labels = labelled(outputs, targets)
+        self.sum += float(self.of(scores, labels).double().sum())
+        self.count += len(labels)
+
+    def of(self, scores: Tensor, labels: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def compute(self) -> float:
+        return self.sum / self.count if self.count else math.nan
+
+
+@METRICS.register("accuracy")
+class Accuracy(Ratio):
+    """The share of samples whose highest score is that of their label."""
+
+    def of(self, scores: Tensor, labels: Tensor) -> Tensor:
+        return scores.argmax(1) == labels
+
+
+class TopK(Ratio):
+    """The share of samples whose label is among the k highest scores."""
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def of(self, scores: Tensor, labels: Tensor) -> Tensor:
+        if not 1 <= self.k <= scores.shape[1]:
+            raise PrefedError(
+                f"metrics: top_{self.k} needs at least {self.k} classes and at least top_1, the "
+                f"model has {scores.shape[1]}"
+            )
+        return (scores.topk(self.k).indices == labels[:, None]).any(1)
+
+
+@METRICS.register("perplexity")
+class Perplexity(Ratio):
+    """The exponential of the mean cross-entropy."""
+
+    def of(self, scores: Tensor, labels: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(scores, labels, reduction="none")
+
+    def compute(self) -> float:
+        mean = super().compute()
+        return math.exp(mean) if mean < 700 else math.inf
+
+
+class Counts:
+    """For each class how often it was given, wanted, and both."""
+
+    def reset(self) -> None:
+        self.given = self.wanted = self.both = torch.zeros(0, dtype=torch.int64)
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        scores, labels = labelled(outputs, targets)
+        classes, found = scores.shape[1], scores.argmax(1)
+        counts = [torch.bincount(kind, minlength=classes).cpu()
+                  for kind in (found, labels, labels[found == labels])]  # fmt: skip
+        if len(self.given):
+            counts = [
+                a + b for a, b in zip((self.given, self.wanted, self.both), counts, strict=True)
+            ]
+        self.given, self.wanted, self.both = counts
+
+
+@METRICS.register("f1")
+class F1(Counts):
+    """The mean of the F1 of each class that is given or wanted at least once (macro)."""
+
+    def compute(self) -> float:
+        total = self.given + self.wanted
+        return float((2 * self.both[total > 0].double() / total[total > 0]).mean())
+
+
+@METRICS.register("class_accuracy")
+class ClassAccuracy(Counts):
+    """The accuracy on the samples of each class, as a list; null for a class without samples."""
+
+    def compute(self) -> list[float | None]:
+        pairs = zip(self.both.tolist(), self.wanted.tolist(), strict=True)
+        return [both / wanted if wanted else None for both, wanted in pairs]
+
+
+class OfAll:
+    """A function of all outputs and all targets."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Any]) -> None:
+        self.function = function
+
+    def reset(self) -> None:
+        self.batches: list[tuple[Tensor, Tensor]] = []
+        self.held = 0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.held += outputs.numel()
+        if self.held > LIMIT:
+            name = getattr(self.function, "__name__", "a function")
+            raise PrefedError(
+                f"metrics: {name} needs all outputs for the test set at once, and they are more "
+                f"than {LIMIT:,} numbers; use a smaller test set or a metric that accumulates"
+            )
+        self.batches.append((outputs.cpu(), targets.cpu()))
+
+    def compute(self) -> Any:
+        batches, self.batches = self.batches, []
+        outputs, targets = zip(*batches, strict=True)
+        return self.function(torch.cat(outputs), torch.cat(targets))
+
+
+@METRICS.register("auroc")
+def auroc(outputs: Tensor, targets: Tensor) -> float:
+    """The area under the ROC curve; of more than two classes, the mean over classes of each against
+    the rest, by softmax probabilities. Classes that no sample has, or all have, are left out."""
+    scores, labels = labelled(outputs, targets)
+    if scores.shape[1] == 2:
+        columns = [(scores[:, 1] - scores[:, 0], labels == 1)]
+    else:
+        probabilities = scores.double().softmax(1)
+        columns = [(probabilities[:, c], labels == c) for c in range(scores.shape[1])]
+    areas = [_area(score, mine) for score, mine in columns if mine.any() and not mine.all()]
+    return sum(areas) / len(areas) if areas else math.nan
+
+
+def _area(scores: Tensor, positive: Tensor) -> float:
+    """The chance that a positive sample scores above a negative one; ties count half."""
+    _, place, counts = scores.unique(return_inverse=True, return_counts=True)
+    ranks = (counts.cumsum(0).double() - (counts - 1) / 2)[place]
+    ours, others = int(positive.sum()), int((~positive).sum())
+    return (float(ranks[positive].sum()) - ours * (ours + 1) / 2) / (ours * others)
+
+
+Given = str | Callable[..., Any]
+"""A metric as users write it: a name, "module:attribute", a function of (outputs, targets), or an
+object with the three methods."""
+
+
+def by_name(given: Any) -> dict[str, Given]:
+    """The metrics that a user names in a list, or in a table under names of their own."""
+    if isinstance(given, str) or callable(given):
+        given = [given]
+    if not isinstance(given, Mapping | Iterable):
+        raise ValueError("should be a list of names or functions, or a table of them")
+    items = given.items() if isinstance(given, Mapping) else [(_name(g), g) for g in given]
+    found: dict[str, Given] = {}
+    for name, thing in items:
+        if not re.fullmatch(r"[A-Za-z]\w*", name) or name == "loss":
+            raise ValueError(f"{name!r} cannot be a key of records; write {{'name': metric}}")
+        if name in found:
+            raise ValueError(f"{name} is there twice; write {{'name': metric}}")
+        make(thing)
+        found[name] = thing
+    return found
+
+
+def _name(given: Any) -> str:
+    if isinstance(given, str):
+        return given.rpartition(":")[2]
+    return str(getattr(given, "__name__", type(given).__name__))
+
+
+def word(given: Given) -> str:
+    """What a config on disk calls it."""
+    return given if isinstance(given, str) else METRICS.name_of(given)
+
+
+def make(given: Given) -> Metric:
+    """The metric itself, apart from those of other runs."""
+    thing: Any = given
+    if isinstance(given, str):
+        if top := re.fullmatch(r"top_(\d+)", given):
+            return TopK(int(top[1]))
+        try:
+            thing = METRICS.get(given)
+        except PrefedError as error:
+            known = [*METRICS.names(), "top_5"]
+            text = (
+                str(error)
+                if ":" in given
+                else f"unknown metric {given!r}" + did_you_mean(given, known)
+            )
+            raise ValueError(text) from None
+    if isinstance(thing, type):
+        thing = thing()
+    if all(callable(getattr(thing, method, None)) for method in ("reset", "update", "compute")):
+        return copy.deepcopy(thing)  # type: ignore[no-any-return]
+    if not callable(thing):
+        raise ValueError(f"{given!r} is neither a name nor a function (outputs, targets) -> number")
+    return OfAll(thing)
+
+
+class Metrics:
+    """The metrics of a run."""
+
+    def __init__(self, given: Any, device: torch.device) -> None:
+        self.metrics = {name: make(thing) for name, thing in by_name(given).items()}
+        for metric in self.metrics.values():
+            if callable(move := getattr(metric, "to", None)):
+                move(device)
+
+    def reset(self) -> None:
+        for metric in self.metrics.values():
+            metric.reset()
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        for name, metric in self.metrics.items():
+            self._call(name, metric.update, outputs, targets)
+
+    def compute(self) -> dict[str, Any]:
+        """For the record of a round: test_NAME, or test_NAME_KEY for each key of a dict."""
+        found: dict[str, Any] = {}
+        for name, metric in self.metrics.items():
+            value = self._call(name, metric.compute)
+            if isinstance(value, Mapping):
+                found |= {f"test_{name}_{key}": _plain(name, v) for key, v in value.items()}
+            else:
+                found[f"test_{name}"] = _plain(name, value)
+        return found
+
+    def _call(self, name: str, function: Callable[..., Any], *arguments: Tensor) -> Any:
+        try:
+            return function(*arguments)
+        except PrefedError:
+            raise
+        except Exception as error:
+            raise PrefedError(f"metrics: {name} failed: {type(error).__name__}: {error}") from error
+
+
+def _plain(name: str, value: Any) -> float | list[float | None] | None:
+    """A number, or a list of numbers."""
+    if isinstance(value, Tensor) or hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [None if v is None else float(v) for v in value]
+    if isinstance(value, bool | int | float):
+        return float(value)
+    raise PrefedError(
+        f"metrics: {name} should give a number, a list of numbers or a dict of them, "
+        f"not {type(value).__name__}"
+    )
