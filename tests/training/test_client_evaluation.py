@@ -220,9 +220,7 @@ def test_in_a_config(tmp_path: Path) -> None:
     execute(config, tmp_path / "a")
     runs = prefed.load_runs(tmp_path)
     groups = group(runs)
-    shown = dict(
-        zip(headings(groups[0].measure, 0.9, groups[0].fair), groups[0].cells(0.9), strict=True)
-    )
+    shown = dict(zip(headings(groups[0], 0.9), groups[0].cells(0.9), strict=True))
     last = runs[0].history[-1]
     worst, std = (100 * last[f"client_accuracy_{key}"] for key in ("worst_tenth", "std"))
     assert shown["worst 10 %\n± std"] == f"{worst:.1f}±{std:.1f}"

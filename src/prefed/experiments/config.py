@@ -138,11 +138,11 @@ class Config(Settings):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for TOML, enough to run it again."""
+        written(self.algorithm.model_dump())
         table = super().to_dict()
         for key, default in (("target", "label"), ("client_test", 0)):
             if table["data"][key] == default:  # as in runs from before there was a choice
                 del table["data"][key]
-        table["algorithm"] = written(table["algorithm"])
         return table
 
 
