@@ -253,3 +253,43 @@ def test_more_that_is_refused() -> None:
         prefed.simulate(
             prefed.PreFedSync(client_lr=0.1), tiny_model(), given(), **SETTINGS, finetune_steps=1
         )
+
+
+@pytest.mark.parametrize("finetune_steps", [None, 2])
+@pytest.mark.parametrize("make", [prefed.FedPer, prefed.FedBN])
+def test_personal_parts_are_evaluated_where_they_are(make: Any, finetune_steps: int | None) -> None:
+    """A client is evaluated with its own parts; fine-tuning moves a copy of them."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 30, 5)
+    y = (x.sum(-1) > torch.linspace(-1, 1, 6)[:, None]).long()
+    data = prefed.FederatedData(list(zip(x, y, strict=True)), test=(x[0], y[0])).hold_out(0.3)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    algorithm = make(client_lr=0.1)
+    common: Any = {"rounds": 3, "local_steps": 3, "clients_per_round": 4, "device": "cpu"}
+    plain = prefed.simulate(algorithm, model, data, **common)
+    tuned = prefed.simulate(algorithm, model, data, finetune_steps=finetune_steps, **common)
+    assert torch.equal(plain.weights, tuned.weights), "the run does not notice"
+    for client in range(6):
+        ours = plain.client_model(client)
+        same = tuned.client_model(client).state_dict()
+        assert all(torch.equal(v, same[n]) for n, v in ours.state_dict().items())
+    found = []
+    for client in range(6):
+        inputs, labels = data.client_test(client).all()
+        with torch.no_grad():
+            output = plain.client_model(client).eval()(inputs)
+        found.append(float((output.argmax(1) == labels).float().mean()))
+    assert plain.history[-1]["client_accuracies"] == pytest.approx(found)
+    if finetune_steps:
+        assert tuned.history[-1]["client_losses"] != plain.history[-1]["client_losses"]
+
+
+def test_a_run_with_personal_parts_says_what_its_test_set_is_worth(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    x, y = torch.randn(2, 10, 5), torch.arange(10).expand(2, -1) % 2
+    data = prefed.FederatedData(list(zip(x, y, strict=True)), test=(x[0], y[0]))
+    settings = prefed.Settings(rounds=1, local_steps=1, device="cpu")
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    prefed.Run(prefed.FedPer(client_lr=0.1), model, data, settings)
+    assert "whose personal parts nobody trains" in caplog.text

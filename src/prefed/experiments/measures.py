@@ -87,4 +87,6 @@ def describe(record: dict[str, Any]) -> str:
         name = key.removeprefix("test_")
         if name != key and isinstance(value, float) and name not in ("loss", "accuracy"):
             text += f"  {name} {value:.4g}"
+    if (clients := record.get("client_accuracy_mean")) is not None:
+        text += f"  clients {clients:.1%}, worst tenth {record['client_accuracy_worst_tenth']:.1%}"
     return text

@@ -119,6 +119,12 @@ class Run:
                         f"{name}: clients have no test samples of their own; set data.client_test, "
                         f"or in Python use data.hold_out(0.2) or FederatedData(..., client_tests=)"
                     )
+            if self.server.personal.numel() and self.data.test is not None and self.trainer.leads:
+                log.warning(
+                    "the test set is evaluated with the global model, whose personal parts nobody "
+                    "trains; set data.client_test = 0.2 (in Python data.hold_out(0.2)) to evaluate "
+                    "each client with its own"
+                )
             return None
         if (self.settings.evaluate_clients or 0) > len(self.data):
             raise PrefedError(
