@@ -25,8 +25,9 @@ from prefed.experiments.study import Study, Tuning, Variant
 from prefed.models import MODELS
 from prefed.training.engines import ENGINES
 
-GIVEN = {*GIVEN_TO_SPLITS, "inputs", "classes", "task", "data", "settings", "output", "y"}
-"""What a run hands to splits, models, engines and losses by itself."""
+GIVEN = {*GIVEN_TO_SPLITS, "inputs", "classes", "task", "data", "settings", "output", "y",
+         "outputs", "targets"}  # fmt: skip
+"""What a run hands to splits, models, engines, losses and metrics by itself."""
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "table"}
 SCHEDULES = (schedule.Step, schedule.Cosine, schedule.Warmup)
 SIGNS = {Gt: "> ", Ge: "≥ ", Lt: "< ", Le: "≤ "}

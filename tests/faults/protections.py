@@ -60,7 +60,7 @@ PROTECTIONS = [
     ),
     protection(
         "a checkpoint of another run is refused", "damage.swapped",
-        ("experiments/checkpoints.py", 'if manifest["run"] != run:', "if False:"),
+        ("experiments/checkpoints.py", 'if manifest["run"] != run and manifest["run"] not in before():', "if False:"),
     ),
     protection(
         "a checkpoint has the name of its round", "damage.exchanged",

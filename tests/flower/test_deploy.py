@@ -27,9 +27,9 @@ import torch
 from typer.testing import CliRunner
 
 from prefed.cli import app
-from prefed.cli.progress import RoundBar
 from prefed.core.errors import PrefedError
 from prefed.core.safe_files import is_locked
+from prefed.experiments.bars import RoundBar
 from prefed.experiments.config import load
 from prefed.experiments.stored_runs import load_run
 from prefed.flower.credentials import make_certificates, make_node_key
@@ -39,6 +39,7 @@ from prefed.flower.protocol import PARTITION, PARTITIONS
 from prefed.flower.server import PARTITIONS_FOUND
 from prefed.flower.write import write_app
 from tests.helpers import ROOT
+from tests.helpers.federation import told_by_all
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def assert_equals_simulation(folder: Path, changes: list[str]) -> None:
     stored = load_run(folder)
     assert stored.status == "finished"
     for record in stored.history:
-        assert {**simulation.run_round(), "seconds": 0} == {**record, "seconds": 0}
+        assert told_by_all(simulation.run_round()) == told_by_all(record)
     simulation.result()
     wanted, got = simulation.task.flat.module.state_dict(), weights_of(folder)
     assert all(torch.equal(value, got[name]) for name, value in wanted.items())

@@ -17,7 +17,15 @@ from prefed.flower import protocol as p
 from prefed.flower.client import client_app
 from prefed.flower.local_deployment import check_folder
 from prefed.flower.server import FlowerTrainer, run
-from tests.helpers.federation import HOSTILE, Federation, config_of, poison, simulated, without
+from tests.helpers.federation import (
+    HOSTILE,
+    Federation,
+    config_of,
+    poison,
+    simulated,
+    told_by_all,
+    without,
+)
 from tests.helpers.problems import local
 
 ON_FLOWER = [n for n in prefed.ALGORITHMS.names() if n != "prefedsync"]
@@ -43,7 +51,7 @@ def test_the_same_bits_as_simulation(algorithm: dict[str, Any], tmp_path: Path) 
     for name, value in here.server.shared.items():
         assert torch.equal(value, there.server.shared[name])
     for ours, theirs in zip(here.history, there.history, strict=True):
-        assert {**ours, "seconds": 0} == {**theirs, "seconds": 0}
+        assert told_by_all(ours) == told_by_all(theirs)
 
 
 @pytest.mark.parametrize("algorithm", [
@@ -57,7 +65,7 @@ def test_personal_parts_have_the_same_bits_as_in_simulation(
     here, there = simulated(config), Federation(config, tmp_path).run()
     assert torch.equal(here.server.weights, there.server.weights)
     for ours, theirs in zip(here.history, there.history, strict=True):
-        assert {**ours, "seconds": 0} == {**theirs, "seconds": 0}
+        assert told_by_all(ours) == told_by_all(theirs)
     with pytest.raises(PrefedError, match="evaluate where they are"):
         there.result().client_model(0)
 
@@ -72,7 +80,7 @@ def test_statistics_have_the_same_bits_as_in_simulation(statistics: str, tmp_pat
     counts = {int(value) for name, value in a.items() if name.endswith("num_batches_tracked")}
     assert counts == {3 * 3 if statistics == "average" else 0}
     for ours, theirs in zip(here.history, there.history, strict=True):
-        assert {**ours, "seconds": 0} == {**theirs, "seconds": 0}
+        assert told_by_all(ours) == told_by_all(theirs)
 
 
 def test_order_and_number_of_nodes_do_not_matter(tmp_path: Path) -> None:
@@ -192,7 +200,7 @@ def test_run_directory_resume_and_kept_state(tmp_path: Path) -> None:
     assert stored.status == "finished"
     here = simulated(config)
     for ours, theirs in zip(here.history, stored.history, strict=True):
-        assert {**ours, "seconds": 0} == {**theirs, "seconds": 0}
+        assert told_by_all(ours) == told_by_all(theirs)
 
 
 def test_a_client_that_lost_its_state_begins_anew(tmp_path: Path) -> None:

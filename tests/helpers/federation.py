@@ -86,6 +86,11 @@ class Federation:
         return deployment
 
 
+def told_by_all(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without the clock and without what a deployment does not tell of single clients."""
+    return {k: v for k, v in record.items() if k not in ("seconds", "drift", "update_norm")}
+
+
 def poison(client: int, what: str) -> Tamper:
     """Make the update of one client, and of no other on its node, a hostile one."""
 
