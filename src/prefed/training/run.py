@@ -83,11 +83,13 @@ class Run:
         device = choose_device(settings.device)
         kind = settings.channels_last, settings.precision
         self.task = Task(model, loss, data, device, *kind, algorithm.personal)
-        self.task.check(data)
         flat = self.task.flat
-        check_sharing(algorithm, flat.shared)
-        check_personal(algorithm, flat)
-        check_in_place(algorithm, flat, settings.local_steps)
+        with torch_threads(1):
+            self.task.check(data)
+            check_sharing(algorithm, flat.shared)
+            check_personal(algorithm, flat)
+            check_in_place(algorithm, flat, settings.local_steps)
+        self._evaluation_threads = threads_for(EVALUATION_BATCH * self.task.operations(data))
         self.trainer = make_trainer(algorithm, self.task, data, settings)
         self.server = Server.start(algorithm, flat.shared, flat.weights, flat.read_buffers())
         self.config = config or identity(algorithm, self.task.flat.module, data, settings, loss)
@@ -99,7 +101,6 @@ class Run:
         self.stopped_by: BaseException | None = None
         """Why the run ended before its last round."""
         self._is_prepared = self._stop_wanted = False
-        self._evaluation_threads: int | None = None
         self._collapse = CollapseWatch(algorithm)
         self.client_evaluation = self._client_evaluation()
         """How clients are evaluated one by one; None if they are not."""
@@ -205,9 +206,6 @@ class Run:
         """Choose the engine, wait for nodes: what the first round would do otherwise."""
         if not self._is_prepared:
             self.trainer.prepare(self)
-            self._evaluation_threads = threads_for(
-                EVALUATION_BATCH * self.task.operations(self.data)
-            )
             self._is_prepared = True
 
     def run_round(self) -> Record:

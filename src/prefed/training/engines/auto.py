@@ -32,8 +32,11 @@ BLOCKS, STEPS = 2, 3
 BRIEF = 0.25
 """Seconds of a round that is timed with all its steps: where clients are small, what is done once
 a round decides."""
+BRIEF_RUN = 2.0
+"""Seconds of a run that is not worth trying more workers than are set."""
 PASSES, MOST_PASSES, SECONDS = 2, 8, 3.0
-"""At least twice, and up to eight times while that takes less than three seconds in all."""
+"""At least twice (a brief run once), and up to eight times while that takes less than three seconds
+in all, and less than a twentieth of the run."""
 HOPELESS = 1.5
 """A candidate this many times slower than the best is not measured again: the time is for those
 that are close."""
@@ -89,12 +92,11 @@ def choose(
     if len(found) == 1:
         return found[0]
 
-    def prepare(steps: int) -> dict[Choice, Workers]:
-        brief = settings.model_copy(update={"local_steps": steps})
-        return {c: Workers(c.engine, c.workers, task, data, brief) for c in found}
-
     def measure(choice: Choice, most: float = math.inf) -> float:
         """Seconds per local step; infinity, and no more work, once it is sure to be over `most`."""
+        if choice not in pools:
+            brief = settings.model_copy(update={"local_steps": steps})
+            pools[choice] = Workers(choice.engine, choice.workers, task, data, brief)
         pool = pools[choice]
         blocks = pool.blocks(algorithm, cohort)[: BLOCKS * choice.workers]
         count = steps * sum(len(clients) for _, clients in blocks)
@@ -106,18 +108,27 @@ def choose(
                     return math.inf
         return (time.perf_counter() - start) / count
 
-    steps = min(STEPS, settings.local_steps)
-    pools = prepare(steps)
-    quickest = math.inf
-    for choice in found:  # also fills caches and allocates memory
+    pools: dict[Choice, Workers] = {}
+    steps, quickest = min(STEPS, settings.local_steps), math.inf
+    alone = [choice for choice in found if choice.workers == settings.workers]
+    for choice in alone:  # also fills caches and allocates memory
         quickest = min(quickest, measure(choice, SLOW_START * quickest))
-    if quickest * settings.local_steps * len(cohort) < BRIEF:
-        steps = settings.local_steps
-        pools = prepare(steps)
+    a_round = quickest * settings.local_steps * len(cohort)
+    a_run = a_round * settings.rounds
+    if a_run < BRIEF_RUN:
+        found = alone
+    for choice in found:
+        if choice not in alone:
+            measure(choice, SLOW_START * quickest)
+    if a_round < BRIEF:
+        steps, pools = settings.local_steps, {}
+    passes = PASSES if a_run > BRIEF_RUN else 1
     times = dict.fromkeys(found, math.inf)
     close, began = found, time.perf_counter()
     for done in range(MOST_PASSES):
-        if len(close) == 1 or (done >= PASSES and time.perf_counter() - began > SECONDS):
+        if len(close) == 1 or (
+            done >= passes and time.perf_counter() - began > min(SECONDS, a_run / 20)
+        ):
             break
         for choice in close:  # in turn: a busy moment hits all of them
             factor = SLOW_START if math.isinf(times[choice]) else HOPELESS
