@@ -32,7 +32,7 @@ BLOCKS, STEPS = 2, 3
 BRIEF = 0.25
 """Seconds of a round that is timed with all its steps: where clients are small, what is done once
 a round decides."""
-BRIEF_RUN = 2.0
+BRIEF_RUN = 4.0
 """Seconds of a run that is not worth trying more workers than are set."""
 PASSES, MOST_PASSES, SECONDS = 2, 8, 3.0
 """At least twice (a brief run once), and up to eight times while that takes less than three seconds
