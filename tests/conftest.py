@@ -77,3 +77,10 @@ def no_process(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     watched = False
     assert not started, f"mark this test as process: it starts {started}"
+
+
+@pytest.fixture(autouse=True)
+def threads_are_given_back() -> Iterator[None]:
+    """Whoever changes torch's threads gives them back: the bits of the next test depend on them."""
+    yield
+    assert torch.get_num_threads() == 1

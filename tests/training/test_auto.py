@@ -90,8 +90,7 @@ def test_short_runs_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_candidates_use_the_cores_that_torch_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(machine, "cores", lambda: 8)
+    monkeypatch.setattr(auto, "usable_threads", lambda: 4)
 
     def found(*changes: str, cohort: int = 10) -> list[tuple[str, int]]:
         made = simulation(*changes)

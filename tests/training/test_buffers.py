@@ -21,6 +21,7 @@ COMPILED = pytest.param(
     "compiled",
     marks=[
         pytest.mark.process,
+        pytest.mark.slow,
         pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
         pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for c"),
         pytest.mark.skipif(

@@ -23,7 +23,7 @@ pytestmark = [
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", ["fedavg", "prefedsync"])
+@pytest.mark.parametrize("name", ["fedavg", pytest.param("prefedsync", marks=pytest.mark.slow)])
 def test_compiled_equals_sequential_in_float64(name: str) -> None:
     counters.clear()
     same(run(name, chain(), "sequential"), run(name, chain(), "compiled"), 1e-9)
@@ -31,6 +31,7 @@ def test_compiled_equals_sequential_in_float64(name: str) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_compiled_with_convolutions_threads_and_clipping() -> None:
     algorithm = prefed.PreFed(client_lr=0.05, momentum="keep", clip_norm=0.5, weight_decay=0.01)
     results = [

@@ -107,6 +107,7 @@ def test_any_algorithm_in_every_engine(algorithm: prefed.Algorithm) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
 def test_parts_in_turns_compiled() -> None:

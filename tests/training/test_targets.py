@@ -360,7 +360,8 @@ def test_compare_runs_and_report_rank_by_the_loss(tmp_path: Path) -> None:
     assert html.index(f"<th>{rows[0].split()[0]}</th>") < html.index(
         f"<th>{rows[1].split()[0]}</th>"
     )
-    drawn = {path.stem for path in (tmp_path / "c" / "report").glob("*.png")}
+    assert prefed_here("report", "c", "--figures", "drawn", cwd=tmp_path).returncode == 0
+    drawn = {path.stem for path in (tmp_path / "drawn").glob("*.png")}
     assert {"loss", "test-loss", "test-loss-megabytes", "test-loss-seconds", "split"} <= drawn
     assert not any(name.startswith("accuracy") for name in drawn)
     assert len(load_runs(tmp_path / "c")) == 4
@@ -373,7 +374,8 @@ def test_a_sweep_chooses_the_lowest_loss(tmp_path: Path) -> None:
         "sweep", "digits-iid", "--set", "model=autoencoder", "--set", "data.target=input",
         "--set", "model.widths=[16,8]", "--set", "rounds=3", "--set", "local_steps=5",
         "--set", "algorithm=fedadam", "--grid", "client_lr=0.001,0.1,1e30",
-        "--grid", "server_lr=1e-6,0.03", "--out", "s", "--workers", "1", cwd=tmp_path,
+        "--grid", "server_lr=1e-6,0.03", "--out", "s", "--workers", "1", "--figures", "drawn",
+        cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "validation loss" in done.stdout
@@ -389,7 +391,7 @@ def test_a_sweep_chooses_the_lowest_loss(tmp_path: Path) -> None:
     assert f"server_lr={best[1]:g}" in chosen
     last = load_runs(tmp_path / "s" / "best")[0].history[-1]["test_loss"]
     assert f"its loss on the test set: {last:.4g}" in done.stdout
-    assert (tmp_path / "s" / "report" / "heat-map.png").exists()
+    assert (tmp_path / "drawn" / "heat-map.png").exists()
 
 
 def test_the_line_of_a_run_says_the_test_loss(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from typing import Annotated
 
 import typer
 
-from prefed.cli.options import Changes, Out, Quiet, Source, Track, Workers, told
+from prefed.cli.options import Changes, Figures, Out, Quiet, Source, Track, Workers, told
 
 
 def compare(
@@ -19,6 +19,7 @@ def compare(
     workers: Workers = None,
     quiet: Quiet = False,
     track: Track = [],
+    figures: Figures = None,
 ) -> None:
     """Run several algorithms with several seeds, and rank them.
 
@@ -44,7 +45,7 @@ def compare(
         runs = run_all(planned, workers, live.on_event, tracking)
     write_report(
         runs, folder / "report.html", target=target, title=f"{config}: a comparison",
-        figures=folder / "report",
+        figures=figures,
     )  # fmt: skip
     if not quiet:
         show(ranking(group(runs), target))

@@ -27,6 +27,9 @@ Workers = Annotated[
     int | None, typer.Option(min=1, help="runs at a time; by default the number of cores")
 ]
 
+Figures = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="also write the report's figures, as PDF and PNG")
+]
 Track = Annotated[
     list[str], typer.Option(help="tensorboard, mlflow or wandb; may be given more than once")
 ]

@@ -3,6 +3,8 @@ from typing import Annotated
 
 import typer
 
+from prefed.cli.options import Figures
+
 Folders = Annotated[list[Path], typer.Argument(metavar="DIR...", help="directories with runs")]
 
 
@@ -11,9 +13,7 @@ def report(
     output: Annotated[Path, typer.Option("-o", "--output", help="HTML file")] = Path("report.html"),
     target: Annotated[float, typer.Option(min=0, max=1, help="accuracy to count rounds to")] = 0.9,
     title: Annotated[str, typer.Option(help="heading of the report")] = "prefed report",
-    figures: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="also write its figures, as PDF and PNG")
-    ] = None,
+    figures: Figures = None,
 ) -> None:
     """Write one HTML file that opens offline, and with --figures a folder of figures."""
     from prefed.experiments.stored_runs import load_runs

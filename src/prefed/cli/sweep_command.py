@@ -3,7 +3,7 @@ from typing import Annotated
 
 import typer
 
-from prefed.cli.options import Changes, Out, Quiet, Source, Track, Workers
+from prefed.cli.options import Changes, Figures, Out, Quiet, Source, Track, Workers
 
 
 def sweep(
@@ -27,6 +27,7 @@ def sweep(
     workers: Workers = None,
     quiet: Quiet = False,
     track: Track = [],
+    figures: Figures = None,
 ) -> None:
     """Try values of config keys, choose the best on a validation split, test it once.
 
@@ -70,7 +71,7 @@ def sweep(
     everything = [*(run for s in scored for run in s.runs), *tested]
     write_report(
         everything, folder / "report.html", title=f"{config}: a sweep", sweep=scored, notes=edges,
-        figures=folder / "report",
+        figures=figures,
     )  # fmt: skip
     if quiet:
         return

@@ -10,6 +10,7 @@ import math
 import re
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
@@ -101,9 +102,9 @@ def choose(
         blocks = pool.blocks(algorithm, cohort)[: BLOCKS * choice.workers]
         count = steps * sum(len(clients) for _, clients in blocks)
         train = partial(train_block, algorithm, server, kept, settings.seed)
-        with torch_threads(choice.threads):
+        with torch_threads(choice.threads), closing(pool.updates(train, blocks)) as updates:
             start = time.perf_counter()
-            for _ in pool.updates(train, blocks):
+            for _ in updates:
                 if time.perf_counter() - start > most * count:
                     return math.inf
         return (time.perf_counter() - start) / count

@@ -10,7 +10,7 @@ per worker, not on how many workers there are.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import torch
@@ -56,7 +56,9 @@ class Workers:
         size = len(cohort) if whole else self.engines[0].block_size(algorithm, len(cohort))
         return [(first, cohort[first : first + size]) for first in range(0, len(cohort), size)]
 
-    def updates(self, train: Train, blocks: Sequence[Clients]) -> Iterator[tuple[int, Update]]:
+    def updates(
+        self, train: Train, blocks: Sequence[Clients]
+    ) -> Generator[tuple[int, Update], None, None]:
         """What `train` makes of each block, in any order, with the position of its first client.
         The tensors of an update are only valid until the next one is asked for."""
         if self.threads is None or len(blocks) == 1:
