@@ -112,8 +112,7 @@ class FederatedData:
     parts      if `clients` is one data set, or one pair: the sample numbers of each client
     x, y       the columns of a data set whose samples are dicts, such as "image" and "label"
     collate    makes x and y of a list of samples, if pairs and columns do not say it
-    client_tests  test samples of each client, in the form of `clients`, to evaluate clients one by
-               one; see also `hold_out`
+    client_tests  test samples of each client, in the form of `clients`; see also `hold_out`
     """
 
     def __init__(

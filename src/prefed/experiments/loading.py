@@ -26,9 +26,10 @@ def load(folder: str | Path, model: nn.Module | None = None) -> LoadedRun:
     """The model, history and config of a run that has finished.
 
     folder    the directory of the run
-    model     for a run of prefed.simulate: a model of the same shape; it stays as it is. The model
-              of a config is built anew, by the config's own words: if these name Python modules,
-              they are imported, so do not load the runs of strangers
+    model     for a run of prefed.simulate: a model of the same shape; it stays as it is
+
+    The model of a config is built anew, by the config's own words: if these name Python modules,
+    they are imported, so do not load the runs of strangers.
     """
     folder = Path(folder)
     if not (folder / "config.toml").is_file():

@@ -38,13 +38,11 @@ def simulate(
     algorithm          such as prefed.PreFed(client_lr=0.01)
     model              any torch.nn.Module
     data               a prefed.FederatedData
-    loss               (output, y) -> one number, or a name: "cross_entropy", "mse", "bce"; None:
-                       cross-entropy for labels, else squared error
+    loss               (output, y) -> a number, or "cross_entropy", "mse", "bce"; None: by targets
     callbacks          see prefed.Callback
     out                a directory for checkpoints, the history and the model; None writes nothing
     resume             go on with the run in `out`, to the same bits; without one there, begin
-    progress           True: a bar, or a line a round where there is neither a terminal nor a
-                       notebook; None: a bar or nothing; False: nothing
+    progress           True: a bar, elsewhere a line a round; None: a bar or nothing; False: nothing
     """
     run = Run(algorithm, model, data, checked(Settings, settings), loss)
     if progress is not False:
