@@ -170,6 +170,7 @@ def test_a_callback_may_look_at_the_model_and_stop_the_run() -> None:
     with pytest.raises(prefed.Interrupted):
         run(callbacks=[watch])
     assert torch.equal(watch.run.server.weights, run(3).weights)
+    assert torch.equal(watch.run.run().server.weights, run().server.weights)  # it may go on
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,8 @@ def broken(outputs: Tensor, y: Tensor) -> float:
         (["top_9"], "top_9 needs at least 9 classes"),
         ([broken], "broken failed: ZeroDivisionError: own mistake"),
         ({"word": lambda o, y: "good"}, "word should give a number"),
+        ({"table": lambda o, y: torch.zeros(2, 2)}, "table should give a number.* not a table"),
+        ({"words": lambda o, y: ["good"]}, "words failed: ValueError"),
     ],
 )
 def test_what_is_refused_before_the_first_round(given: Any, words: str) -> None:

@@ -279,13 +279,13 @@ class Metrics:
         found: dict[str, Any] = {}
         for name, metric in self.metrics.items():
             value = self._call(name, metric.compute)
-            if isinstance(value, Mapping):
-                found |= {f"test_{name}_{key}": _plain(name, v) for key, v in value.items()}
-            else:
-                found[f"test_{name}"] = _plain(name, value)
+            several = isinstance(value, Mapping)
+            for key, v in value.items() if several else [("", value)]:
+                plain = self._call(name, _plain, name, v)
+                found[f"test_{name}_{key}" if several else f"test_{name}"] = plain
         return found
 
-    def _call(self, name: str, function: Callable[..., Any], *arguments: Tensor) -> Any:
+    def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)
         except PrefedError:

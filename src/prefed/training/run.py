@@ -174,6 +174,7 @@ class Run:
                 observers.round(record)
                 stop = self.trainer.agree("stop" if self._stop_wanted else "")
                 if stop and not self.is_finished:
+                    self._stop_wanted = False
                     raise Interrupted(f"stopped after round {self.server.round}")
             result = self.result()
             observers.end(result)
