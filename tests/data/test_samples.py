@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,33 @@ def test_nothing_is_read_that_is_not_used(engine: str) -> None:
     theirs = {int(n) for client in cohort for n in PARTS[client]}
     assert {*whole.read} <= theirs
     assert 2 <= len(whole.read) == len({*whole.read}) <= 2 * 3  # each of a batch once
+
+
+def test_samples_are_not_read_to_hold_some_out_or_to_name_a_run() -> None:
+    whole = Rows()
+    data = prefed.FederatedData(whole, parts=PARTS).hold_out(0.25)
+    assert whole.read == []
+    settings = prefed.Settings(
+        rounds=1, local_steps=1, batch_size=1, clients_per_round=1, evaluate_clients=1, device="cpu"
+    )
+    run = prefed.Run(prefed.FedAvg(), tiny_model(dtype=torch.float32), data, settings)
+    assert len({*whole.read}) <= 4  # the model is tried on two samples, and on a client's test
+    whole.read.clear()
+    record = run.run_round()
+    (client,) = record["evaluated_clients"]
+    x, y = X[PARTS[client]], Y[PARTS[client]]
+    eager = prefed.FederatedData([(x, y)] * 6).hold_out(0.25).client_test(client).all()[0]
+    assert torch.equal(data.client_test(client).all()[0], eager)
+
+
+def test_a_data_set_that_differs_each_time_can_be_resumed(tmp_path: Path) -> None:
+    class Noisy(Rows):
+        def __getitem__(self, number: int) -> tuple[Any, Any]:
+            return self.x[number] + torch.randn(SIZES[0]), self.y[number]
+
+    data = prefed.FederatedData(Noisy(), parts=PARTS)
+    train(data, out=tmp_path / "run")
+    assert len(train(data, out=tmp_path / "run", resume=True, rounds=9).history) == 9
 
 
 def pixels(shape: tuple[int, ...]) -> Any:

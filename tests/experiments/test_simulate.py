@@ -115,6 +115,39 @@ def test_the_best_of_before_a_kill_is_known_after_it(
     assert (tmp_path / "run" / "best.safetensors").exists()
 
 
+def test_rounds_without_a_loss_count_for_patience_also_after_a_stop(tmp_path: Path) -> None:
+    """Files have no NaN."""
+    options: dict[str, Any] = {
+        "rounds": 40, "clients_per_round": 2, "client_dropout": 0.6, "keep": "best train_loss",
+        "stop_when": {"metric": "train_loss", "patience": 6}, "algorithm": "fedavg",
+    }  # fmt: skip
+    whole = run(tmp_path / "whole", **options)
+    skipped = [r["round"] for r in whole.history if r.get("skipped")]
+    assert whole.ended
+    assert whole.best_round is not None
+    stop = max(skipped)
+    assert whole.best_round < stop < len(whole.history)
+    with pytest.raises(prefed.Interrupted):
+        run(tmp_path / "parts", **options, callbacks=[StopAt(stop)])
+    again = run(tmp_path / "parts", resume=True, **options)
+    assert fingerprint(tmp_path / "parts") == fingerprint(tmp_path / "whole")
+    losses = [[str(r["train_loss"]) for r in result.history] for result in (again, whole)]
+    assert losses[0] == losses[1]
+
+
+def test_a_model_may_save_more_than_tensors(tmp_path: Path) -> None:
+    class More(torch.nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"version": 1}
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    result = run(tmp_path / "run", "fedavg", model=More(5, 3).double(), rounds=1)
+    saved = safetensors.torch.load_file(tmp_path / "run" / "model.safetensors")
+    assert torch.equal(saved["weight"], result.model.get_parameter("weight"))
+
+
 def test_another_run_is_refused_with_the_difference(tmp_path: Path) -> None:
     run(tmp_path / "run")
     with pytest.raises(prefed.PrefedError, match=r"holds this run already; .*resume=True"):

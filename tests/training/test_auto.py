@@ -141,8 +141,17 @@ def test_a_run_of_an_earlier_version_goes_on_with_the_threads_it_had() -> None:
     assert Choice.parse("sequential x 1") == Choice("sequential", 1, None)
     for choice in (Choice("sequential", 1, 4), Choice("vectorised", 2), Choice("own:E", 1, None)):
         assert Choice.parse(str(choice)) == choice
-    with pytest.raises(ValueError, match="no engine"):
-        Choice.parse("vectorised x -1")
+    for text in ("vectorised x -1", "vectorised x 0", "sequential x 1 with 0 threads", "a x 99999"):
+        with pytest.raises(ValueError, match="no engine"):
+            Choice.parse(text)
+
+
+def test_a_checkpoint_does_not_name_an_engine_of_its_own() -> None:
+    made = simulation()
+    for engine in ("os:system x 1", "compiled x 1"):
+        with pytest.raises(ValueError, match="is not its engine"):
+            made.restore(made.snapshot(), [], engine)
+    made.restore(made.snapshot(), [], "vectorised x 1")
 
 
 def test_a_hopeless_candidate_is_dropped_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,3 +215,17 @@ def test_operations_of_a_forward_pass() -> None:
     )
     task = Task(model, None, data, torch.device("cpu"))
     assert task.operations(data) == 2 * (3 * 9) * (5 * 64) + 2 * (5 * 64) * 2
+
+
+def test_a_parameter_may_be_one_number() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(5, 3)
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.scale
+
+    data = prefed.FederatedData([(torch.randn(4, 5), torch.arange(4) % 3)])
+    task = Task(Scaled(), None, data, torch.device("cpu"))
+    assert task.operations(data) == 2 * (5 * 3) + 2 * 3 + 2 * 3  # weight, bias, scale

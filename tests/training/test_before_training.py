@@ -317,3 +317,25 @@ def test_engines_agree_on_named_losses(name: str) -> None:
         train(model, x, y, loss=loss, engine=engine) for engine in ("sequential", "vectorised")
     )
     same(one, other, 1e-9)
+
+
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.GELU])
+def test_engines_agree_on_targets_that_do_not_count(activation: Any) -> None:
+    """-100, as torch has it, in none of the samples that an engine is tried on."""
+    x, y = numbers(20, 5).double(), labels(3, 20)
+    y[4::3] = -100
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), activation(), nn.Linear(4, 3)).double()
+    one, other = (
+        train(model, x, y, loss=nn.functional.cross_entropy, engine=engine)
+        for engine in ("sequential", "vectorised")
+    )
+    same(one, other, 1e-9)
+
+
+def test_a_part_in_which_no_target_counts() -> None:
+    x, y = numbers(2000, 5), labels(3, 2000)
+    y[1024:] = -100
+    result = train(nn.Linear(5, 3), x, y, loss=nn.functional.cross_entropy, batch_size=None)
+    wanted = nn.functional.cross_entropy(result.model(x), y).detach()
+    assert result.history[-1]["test_loss"] == pytest.approx(float(wanted), rel=1e-5)

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import prefed
 from prefed.core import draws
+from prefed.core.losses import make_loss
 from prefed.experiments.config import load
 from prefed.experiments.ranking import group, headings
 from prefed.experiments.run_directory import execute
@@ -85,6 +86,25 @@ def test_the_global_model(loss: Any, batch: int, monkeypatch: pytest.MonkeyPatch
         prefed.FedAvg(client_lr=0.1), tiny_model(), tiny_data(), loss=loss, **SETTINGS
     )
     assert torch.equal(result.weights, without.weights), "looking changes nothing"
+
+
+@pytest.mark.parametrize("batch", [5, 1024])
+@pytest.mark.parametrize("named", [False, True])
+def test_clients_of_whose_targets_none_counts(
+    batch: int, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefed.training.client_evaluation.EVALUATION_BATCH", batch)
+    data, tests = tiny_data(), pairs(1)
+    tests[3][1].fill_(-100)
+    tests[4][1][::2] = -100
+    data = prefed.FederatedData(data.clients, client_tests=tests)
+    loss = make_loss("cross_entropy", ignore_index=-100) if named else cross_entropy
+    algorithm = prefed.FedAvg(client_lr=0.1)
+    result = prefed.simulate(algorithm, tiny_model(), data, loss=loss, **SETTINGS)
+    counted = [(x[y >= 0], y[y >= 0]) for x, y in tests]
+    wanted = plain(result.model, prefed.FederatedData(data.clients, client_tests=counted))
+    check_summary(result.history[-1], *wanted)
+    assert result.history[-1]["evaluated_clients"] == [0, 1, 2, 4, 5]
 
 
 def test_rounds_and_samples_of_clients() -> None:

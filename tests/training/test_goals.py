@@ -136,6 +136,12 @@ def test_the_best_model_has_its_own_buffers() -> None:
     assert all(torch.equal(wanted[name], value) for name, value in kept.model.state_dict().items())
 
 
+def test_what_should_fall() -> None:
+    falling = ["train_loss", "test_perplexity", "client_loss_worst_tenth", "client_accuracy_std"]
+    assert all(Goal(key).sign == -1 for key in falling)
+    assert all(Goal(key).sign == 1 for key in ("test_f1", "client_accuracy_worst_tenth"))
+
+
 def test_values_that_are_missing_or_not_numbers() -> None:
     goal = Goal("highest x")
     goal.resolve("keep", ["x"])
@@ -164,6 +170,7 @@ def test_a_callback_may_look_at_the_model_and_stop_the_run() -> None:
     with pytest.raises(prefed.Interrupted):
         run(callbacks=[watch])
     assert torch.equal(watch.run.server.weights, run(3).weights)
+    assert torch.equal(watch.run.run().server.weights, run().server.weights)  # it may go on
 
 
 @pytest.mark.parametrize(

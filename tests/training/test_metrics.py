@@ -67,13 +67,13 @@ def test_area_under_the_curve(ties: bool) -> None:
     assert computed("auroc", four.log(), y)["test_auroc"] == pytest.approx(ovr, abs=1e-12)
 
 
-@pytest.mark.parametrize("shape", ["two", "one", "column"])
+@pytest.mark.parametrize("shape", ["two", "one", "column", "column of labels"])
 def test_two_classes(shape: str) -> None:
     """As two outputs, or as one logit with targets that are labels or floats."""
     outputs, y = problem()
     z, y = outputs[:, 0].round(decimals=1), (y == 0).long()
-    given = {"two": torch.stack([-z / 2, z / 2], 1), "one": z, "column": z[:, None]}[shape]
-    target = y if shape == "two" else y.double().reshape(given.shape)
+    given = {"two": torch.stack([-z / 2, z / 2], 1), "one": z}.get(shape, z[:, None])
+    target = y if shape in ("two", "column of labels") else y.double().reshape(given.shape)
     found = computed(["accuracy", "f1", "auroc", "perplexity"], given, target)
     p = torch.sigmoid(z)
     wanted = {
@@ -93,6 +93,26 @@ def test_sequences_with_targets_that_do_not_count() -> None:
     assert computed(["accuracy", "f1", "auroc", "top_2", "perplexity"], longer, targets) == (
         pytest.approx(flat, abs=1e-12)
     )
+
+
+@pytest.mark.parametrize("ignored", [-1, 2])
+def test_what_does_not_count_in_the_loss_counts_in_no_metric(ignored: int) -> None:
+    outputs, y = problem()
+    names = ["accuracy", "f1", "auroc", "top_2", "perplexity", "class_accuracy"]
+    counted = y != 2
+    wanted = computed(names, outputs[counted], y[counted], 1000)
+    y[~counted] = ignored
+    seen = []
+
+    def own(outputs: Tensor, targets: Tensor) -> float:
+        seen.append(targets)
+        return 0.0
+
+    found = metrics.Metrics([*names, own], torch.device("cpu"), ignored)
+    found.reset()
+    found.update(outputs, y)
+    assert found.compute() == {**wanted, "test_own": 0.0}
+    assert torch.equal(seen[0], y)  # as they are
 
 
 def test_metrics_of_ones_own() -> None:
@@ -163,6 +183,8 @@ def broken(outputs: Tensor, y: Tensor) -> float:
         (["top_9"], "top_9 needs at least 9 classes"),
         ([broken], "broken failed: ZeroDivisionError: own mistake"),
         ({"word": lambda o, y: "good"}, "word should give a number"),
+        ({"table": lambda o, y: torch.zeros(2, 2)}, "table should give a number.* not a table"),
+        ({"words": lambda o, y: ["good"]}, "words failed: ValueError"),
     ],
 )
 def test_what_is_refused_before_the_first_round(given: Any, words: str) -> None:

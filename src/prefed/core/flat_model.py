@@ -87,3 +87,9 @@ class FlatModel:
     def write_buffers(self, vector: Tensor, steps: Tensor) -> None:
         """Set the statistics, and the counters to what they are after so many steps."""
         self.buffers.write(vector, steps)
+
+    def load(self, weights: Tensor, statistics: Tensor, steps: Tensor) -> None:
+        """Set all weights, the statistics, and the counters to what they are after so many
+        steps."""
+        self.weights.copy_(weights)
+        self.write_buffers(statistics, steps)

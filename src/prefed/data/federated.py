@@ -252,7 +252,7 @@ def _part_of(data: FederatedData, share: float, seed: int, part: int) -> Clients
         own[draws.held_out(seed, client, len(own), share)[part]]
         for client, own in enumerate(clients.parts)
     ]
-    return Partition(clients.whole.x, clients.whole.y, numbers)
+    return Partition.of(clients.whole, numbers)
 
 
 def _is_lazy(samples: Samples) -> bool:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from prefed.core import draws
 from prefed.core.errors import PrefedError
-from prefed.core.losses import WITH_CLASSES, are_labels, count_correct
+from prefed.core.losses import WITH_CLASSES, are_labels, count_correct, ignored_label, is_one_of
 from prefed.data.samples import Samples
 from prefed.training.engines.engine import Engine
 from prefed.training.engines.workers import Workers
@@ -71,6 +71,9 @@ class ClientEvaluation:
 
     def _record(self, clients: list[int], scores: dict[int, Score]) -> Record:
         record: Record = {}
+        loss = self.run.task.loss
+        if is_one_of(loss, WITH_CLASSES) and ignored_label(loss) is not None:
+            clients = [c for c in clients if scores[c][1] is not None]  # others: no target counts
         for name, lists, column, worst in (
             ("accuracy", "accuracies", [scores[c][1] for c in clients], 1),
             ("loss", "losses", [scores[c][0] for c in clients], -1),
@@ -89,16 +92,11 @@ class ClientEvaluation:
             if weights is None:
                 alike.append(client)
             else:
-                self._load(*weights)
+                run.task.flat.load(*weights, run.server.steps)
                 yield client, score(run.task, [run.data.client_test(client)])[0]
-        self._load(*client_state(run.server, {}))
+        run.task.flat.load(*client_state(run.server, {}), run.server.steps)
         samples = [run.data.client_test(client) for client in alike]
         yield from zip(alike, score(run.task, samples), strict=True)
-
-    def _load(self, weights: Tensor, statistics: Tensor) -> None:
-        flat = self.run.task.flat
-        flat.weights.copy_(weights)
-        flat.write_buffers(statistics, self.run.server.steps)
 
     def _weights(self, clients: list[int], tuned: bool) -> Iterator[tuple[int, Weights | None]]:
         """What each client is evaluated with, valid until the next is asked for; None if that is
@@ -137,7 +135,8 @@ class ClientEvaluation:
             }
             settings, task = self.settings.model_copy(update=own), run.task.copy(run.data)
             choice = trainer.choice
-            self._tuning = Workers(choice.engine, choice.workers, task, run.data, settings)
+            count = min(choice.workers, len(run.data))  # more would have nothing to do
+            self._tuning = Workers(choice.engine, count, task, run.data, settings)
         return self._tuning
 
 
@@ -195,7 +194,8 @@ def _together(task: Task, clients: Sequence[Samples]) -> list[Score]:
         counted = sums(y >= 0)
         right = sums((output.argmax(1) == y) & (y >= 0)) / counted
         losses = sums(functional.cross_entropy(output, y, reduction="none")) / counted
-        return list(zip(losses.tolist(), right.tolist(), strict=True))
+        shares = [None if math.isnan(share) else share for share in right.tolist()]
+        return list(zip(losses.tolist(), shares, strict=True))
     found: list[Score] = []
     for part in zip(output.split(sizes), y.split(sizes), strict=True):
         correct, of = count_correct(task.loss, *part) or (0, 0)

@@ -24,7 +24,7 @@ class Goal:
     """A number of records that should become as high or as low as it can."""
 
     FORM = re.compile(r"(?:(best|highest|lowest)\b\s*)?([A-Za-z]\w*)?")
-    FALLING = re.compile(r"(^|_)(loss|perplexity|error)(_|$)")
+    FALLING = re.compile(r"(^|_)(loss|perplexity|error|std)(_|$)")
     """Numbers of these names should fall, all others rise, unless "lowest" or "highest" is said."""
 
     def __init__(self, text: str) -> None:
@@ -73,7 +73,7 @@ class Best:
     def see(self, record: Record) -> bool:
         """Whether this round is the best so far."""
         value = self.goal.value(record)
-        if value is None or math.isnan(value):
+        if value is None or not math.isfinite(value):
             self.since += value is not None
             return False
         before, sign = self.value, self.goal.sign

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from prefed.algorithms import ALGORITHMS, Algorithm
 from prefed.core.plain import name_of, plain
 from prefed.data import FederatedData, Partition
+from prefed.data.samples import LazySamples, Samples
+from prefed.training.result import tensors_of
 from prefed.training.settings import Settings
 
 
@@ -27,7 +29,7 @@ def identity(
         "model": {
             "python": type(model).__qualname__,
             "weights": sum(p.numel() for p in model.parameters() if p.requires_grad),
-            "sha256": _hash(*model.state_dict().values()),
+            "sha256": _hash(*tensors_of(model).values()),
         },
         "data": _data(data),
     }
@@ -47,11 +49,19 @@ def _data(data: FederatedData) -> dict[str, Any]:
         "samples": None if sizes is None else int(sizes.sum()),
         "test": 0 if data.test is None else len(data.test),
         "sha256": _hash(
-            *data.client(0).all(),
+            *_values(data.client(0)),
             torch.as_tensor([] if sizes is None else sizes),
-            *(data.client_test(0).all() if data.client_tests is not None else ()),
+            *(_values(data.client_test(0)) if data.client_tests is not None else ()),
         ),
     }
+
+
+def _values(samples: Samples) -> tuple[Tensor, ...]:
+    """Samples that are read on demand are not read for this: they may be many, and may differ each
+    time."""
+    if isinstance(samples, LazySamples):
+        return (torch.tensor(len(samples)),)
+    return samples.all()
 
 
 def _hash(*arrays: Tensor) -> str:

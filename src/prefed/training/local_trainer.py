@@ -13,7 +13,7 @@ from torch import Tensor
 from prefed.algorithms import Algorithm
 from prefed.data import FederatedData
 from prefed.rules import State
-from prefed.training.engines.auto import Choice, choose, threads_of
+from prefed.training.engines.auto import MEASURED, Choice, choose, threads_of
 from prefed.training.engines.engine import check_engine, train_block
 from prefed.training.engines.workers import Clients, Workers
 from prefed.training.mean import Mean
@@ -158,6 +158,8 @@ class LocalTrainer(Trainer):
 
     def load_state(self, saved: Mapping[str, Tensor], engine: str) -> None:
         self.choice = Choice.parse(engine) if engine else None
+        if self.choice is not None and self.choice.engine not in (self.settings.engine, *MEASURED):
+            raise ValueError(f"{self.choice.engine!r} is not its engine")
         clients: list[int] = saved["kept.clients"].tolist() if "kept.clients" in saved else []
         likes = {n: v.expand(len(clients), *v.shape) for n, v in self.first_kept.items()}
         rows = {n: check_fits(f"kept.{n}", saved, v) for n, v in likes.items() if clients}

@@ -40,11 +40,11 @@ METRICS: Registry[Callable[..., Any]] = Registry("metric", "prefed.training")
 def labelled(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Scores (N, classes) and labels (N), whatever shape they come in: classes are the second
     dimension of outputs; one output for each target is the logit of class 1 against class 0."""
-    if outputs.dim() == targets.dim() + 1:
-        scores, labels = outputs.movedim(1, -1).flatten(0, -2), targets.flatten()
-    elif outputs.numel() == targets.numel() == len(targets):
+    if outputs.numel() == targets.numel() == len(targets):
         logits = outputs.flatten()
         scores, labels = torch.stack([torch.zeros_like(logits), logits], 1), targets.flatten()
+    elif outputs.dim() == targets.dim() + 1 and outputs.shape[1] > 1:
+        scores, labels = outputs.movedim(1, -1).flatten(0, -2), targets.flatten()
     else:
         raise PrefedError(
             f"metrics: those with a name are for one label a target, but the outputs are "
@@ -254,8 +254,11 @@ def make(given: Given) -> Metric:
 class Metrics:
     """The metrics of a run."""
 
-    def __init__(self, given: Any, device: torch.device) -> None:
-        self.metrics = {name: make(thing) for name, thing in by_name(given).items()}
+    def __init__(self, given: Any, device: torch.device, ignored: int | None = None) -> None:
+        """ignored   the label that does not count in the loss, nor in the metrics of this module"""
+        named, self.ignored = by_name(given), IGNORED if ignored is None else ignored
+        self.metrics = {name: make(thing) for name, thing in named.items()}
+        self.ours = {n for n, thing in named.items() if isinstance(thing, str) and ":" not in thing}
         for metric in self.metrics.values():
             if callable(move := getattr(metric, "to", None)):
                 move(device)
@@ -265,21 +268,24 @@ class Metrics:
             metric.reset()
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
+        counted = targets
+        if self.ignored != IGNORED and not targets.is_floating_point():
+            counted = targets.long().masked_fill(targets == self.ignored, IGNORED)
         for name, metric in self.metrics.items():
-            self._call(name, metric.update, outputs, targets)
+            self._call(name, metric.update, outputs, counted if name in self.ours else targets)
 
     def compute(self) -> dict[str, Any]:
         """For the record of a round: test_NAME, or test_NAME_KEY for each key of a dict."""
         found: dict[str, Any] = {}
         for name, metric in self.metrics.items():
             value = self._call(name, metric.compute)
-            if isinstance(value, Mapping):
-                found |= {f"test_{name}_{key}": _plain(name, v) for key, v in value.items()}
-            else:
-                found[f"test_{name}"] = _plain(name, value)
+            several = isinstance(value, Mapping)
+            for key, v in value.items() if several else [("", value)]:
+                plain = self._call(name, _plain, name, v)
+                found[f"test_{name}_{key}" if several else f"test_{name}"] = plain
         return found
 
-    def _call(self, name: str, function: Callable[..., Any], *arguments: Tensor) -> Any:
+    def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)
         except PrefedError:
@@ -292,11 +298,11 @@ def _plain(name: str, value: Any) -> float | list[float | None] | None:
     """A number, or a list of numbers."""
     if isinstance(value, Tensor) or hasattr(value, "tolist"):
         value = value.tolist()
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and not any(isinstance(v, list | tuple) for v in value):
         return [None if v is None else float(v) for v in value]
     if isinstance(value, bool | int | float):
         return float(value)
     raise PrefedError(
         f"metrics: {name} should give a number, a list of numbers or a dict of them, "
-        f"not {type(value).__name__}"
+        f"not {'a table' if isinstance(value, list | tuple) else type(value).__name__}"
     )

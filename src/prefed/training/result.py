@@ -33,7 +33,8 @@ class Result:
     kept: dict[int, State]
     """The state that clients keep, for those that took part."""
     client_model: Callable[[int], nn.Module]
-    """The model that a client would use: the global one with the client's own parts."""
+    """The model that a client would use after the last round: the global one with the client's own
+    parts."""
     best_round: int | None = None
     """The round that `model` is of, if the best was to be kept."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -74,10 +75,15 @@ class Result:
         write_whole(folder / "config.toml", tomli_w.dumps(self.config))
 
 
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """All weights and buffers under the model's own names, without what else it may save."""
+    return {n: value for n, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
 def write_model(path: Path, model: nn.Module) -> None:
     """All weights and buffers under the model's own names. A complex128 tensor, which the format
     does not know, is written as pairs of float64."""
-    pairs, tensors = torch.complex128, model.state_dict()
+    pairs, tensors = torch.complex128, tensors_of(model)
     plain = {n: torch.view_as_real(t) if t.dtype == pairs else t for n, t in tensors.items()}
     contents = {name: value.contiguous().clone() for name, value in plain.items()}
     write_whole(path, safetensors.torch.save(contents))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from prefed.algorithms import Algorithm
 from prefed.core import draws
 from prefed.core.errors import Diverged, Interrupted, PrefedError
+from prefed.core.losses import ignored_label
 from prefed.core.machine import threads_for, torch_threads
 from prefed.core.schedule import at
 from prefed.data import FederatedData
@@ -104,7 +105,7 @@ class Run:
         self._collapse = CollapseWatch(algorithm)
         self.client_evaluation = self._client_evaluation()
         """How clients are evaluated one by one; None if they are not."""
-        self.metrics = Metrics(settings.metrics, device)
+        self.metrics = Metrics(settings.metrics, device, ignored_label(self.task.loss))
         self.best: Best | None = None
         """The round with the best model, if it is to be kept."""
         self._best_state: dict[str, Tensor] = {}
@@ -173,6 +174,7 @@ class Run:
                 observers.round(record)
                 stop = self.trainer.agree("stop" if self._stop_wanted else "")
                 if stop and not self.is_finished:
+                    self._stop_wanted = False
                     raise Interrupted(f"stopped after round {self.server.round}")
             result = self.result()
             observers.end(result)
@@ -348,8 +350,8 @@ class Run:
         self.trainer.load_state(tensors, engine)
         for name, value in here.items():
             value.copy_(saved[name])
-        self.server.round, self.history = len(history), list(history)
-        for record in history:
+        self.server.round, self.history = len(history), [_with_nan(r) for r in history]
+        for record in self.history:
             self._collapse.see(record)
             if self.best is not None:
                 self.best.see(record)
@@ -391,7 +393,7 @@ class Run:
 
     def _load(self, client: int | None = None, best: bool = False) -> None:
         """Put the global model, of now or the best so far, or that of a client, into the task."""
-        server, flat = self.server, self.task.flat
+        server = self.server
         if best and self._best_state:
             weights, buffers, steps = self._best_state.values()
             server = replace(server, weights=weights, buffers=buffers, steps=steps)
@@ -399,8 +401,7 @@ class Run:
         if client is not None:
             weights, buffers = self.trainer.client_state(server, client)
             steps = self.kept.get(client, {}).get(STEPS, steps)
-        flat.weights.copy_(weights)
-        flat.write_buffers(buffers, steps)
+        self.task.flat.load(weights, buffers, steps)
 
     def _diverged(self, record: Record, start: float, what: str) -> Diverged:
         record |= {"diverged": what, "seconds": time.perf_counter() - start}
@@ -413,6 +414,14 @@ class Run:
             f"or set clip_norm. The state before this round is kept"
         )
         return Diverged(text, self.history)
+
+
+def _with_nan(record: Record) -> Record:
+    """A record as the run had it: files have no NaN. Loss and accuracy on the test set are None in
+    rounds without an evaluation; metrics are not there."""
+    lost = {k for k in record if k.startswith("test_")} - {"test_loss", "test_accuracy"}
+    lost.add("train_loss")
+    return {k: math.nan if v is None and k in lost else v for k, v in record.items()}
 
 
 Simulation = Run

@@ -1,6 +1,7 @@
 """What is trained: a model as flat vectors, its loss, and how a batch becomes its input."""
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Literal
@@ -140,13 +141,16 @@ class Task:
             x.split(EVALUATION_BATCH), y.split(EVALUATION_BATCH), strict=True
         ):
             output, target = self.forward(x_part), y_part.to(self.device)
-            correct, of = count_correct(self.loss, output, target) or (0, 0)
-            share = of / y_part.numel() if ignored_label(self.loss) is not None and of else 1.0
-            loss += float(self.loss(output, target)) * len(x_part) * share
+            found, share = count_correct(self.loss, output, target), 1.0
+            correct, of = found or (0, 0)
+            if found is not None and ignored_label(self.loss) is not None:
+                share = of / y_part.numel()
+            if share:
+                loss += float(self.loss(output, target)) * len(x_part) * share
             samples, right, counted = samples + len(x_part) * share, right + correct, counted + of
             see(output, target)
         self.flat.module.train(training)
-        return loss / samples, right / counted if counted else None
+        return loss / samples if samples else math.nan, right / counted if counted else None
 
     @torch.no_grad()
     def operations(self, data: FederatedData) -> float:
@@ -159,7 +163,8 @@ class Task:
             first = output[0] if isinstance(output, tuple) and output else output
             for weight in layer.parameters(recurse=False):
                 size = first.numel() if isinstance(first, Tensor) else 0
-                total += 2 * weight.numel() * max(1.0, size / max(1, *weight.shape[:1]))
+                rows = weight.shape[0] if weight.dim() else 1
+                total += 2 * weight.numel() * max(1.0, size / max(1, rows))
 
         module, training = self.flat.module, self.flat.module.training
         handles = [layer.register_forward_hook(count) for layer in module.modules()]

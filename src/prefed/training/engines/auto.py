@@ -46,6 +46,9 @@ SLOW_START = 5.0
 MARGIN = 0.95
 """A candidate must beat the best of those before it by this factor."""
 
+MEASURED = ("sequential", "vectorised")
+"""The engines that "auto" chooses from."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -65,7 +68,7 @@ class Choice:
 
     @classmethod
     def parse(cls, text: str) -> "Choice":
-        match = re.fullmatch(r"(.+) x (\d{1,6})(?: with (\d{1,6}) threads?)?", text)
+        match = re.fullmatch(r"(.+) x ([1-9]\d{0,3})(?: with ([1-9]\d{0,3}) threads?)?", text)
         if match is None:
             raise ValueError(f"{text!r} says no engine and number of workers")
         engine, workers, threads = match.groups()

@@ -123,7 +123,7 @@ class CompiledBlock(VectorisedBlock):
                 stacklevel=2,
             )
             return False
-        return len(self.groups) == 1 and not self.buffers
+        return len(self.groups) == 1 and not self.buffers and self.engine.simple(self.groups[0])
 
     def rule(self, algorithm: Algorithm) -> Rule:
         """The plain lines: it is the compiler that fuses them."""

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from prefed.core.errors import PrefedError
+from prefed.core.losses import are_labels
 from prefed.data import FederatedData, Samples
 from prefed.data.samples import LazySamples
 from prefed.training.batches import Batches, sample_numbers
@@ -26,6 +28,11 @@ class Group:
     """Samples in a batch; None if every step uses all of x and y."""
     batches: list[Batches] = field(default_factory=list)
     """Of each client, if they are augmented: each in its own way."""
+
+    @cached_property
+    def ignores(self) -> bool:
+        """Some of the targets are labels of no class."""
+        return are_labels(self.y) and bool((self.y < 0).any())
 
     def batch(self, k: int) -> tuple[Tensor, Tensor]:
         """x and y of step k, (n, batch, ...)."""

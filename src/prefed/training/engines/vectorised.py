@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
-from prefed.core.losses import are_labels
+from prefed.core.losses import WITH_CLASSES, are_labels
 from prefed.core.machine import total_memory
 from prefed.data import FederatedData
 from prefed.rules import Field
-from prefed.training.engines.block_losses import gradients_of, losses_of
+from prefed.training.engines.block_losses import by_vmap, gradients_of, losses_of
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
 from prefed.training.engines.linear_chains import Differentiate
 from prefed.training.engines.sequential import Sequential
@@ -60,6 +60,7 @@ class Vectorised:
     def __init__(self, task: Task, data: FederatedData, settings: Settings) -> None:
         self.task, self.data, self.settings = task, data, settings
         self.losses = losses_of(task)
+        self.any_losses = by_vmap(task)
         self.gradients = gradients_of(task)
         self.workspaces: dict[tuple[str, int], Tensor] = {}
 
@@ -85,6 +86,10 @@ class Vectorised:
         numbers = sum(math.prod(field.shape) for field in fields)
         needed = 4 * MEMORY_PER_STATE * max(1, numbers) * flat.weights.itemsize
         return max(1, total_memory(flat.weights.device) // needed)
+
+    def simple(self, group: Group) -> bool:
+        """Every target counts in the loss, as the fast ways have it; vmap knows better."""
+        return self.task.loss not in WITH_CLASSES or not group.ignores
 
     def direct_gradients(self, y: Tensor) -> Differentiate | None:
         """Gradients without autograd, if there is a way for such targets."""
@@ -174,14 +179,17 @@ class VectorisedBlock(Block):
         for group in self.groups:
             rows, (x, y) = group.rows, group.batch(k)
             x, y = x.to(task.device), y.to(task.device)
-            if isinstance(rows, slice) and (direct := self.engine.direct_gradients(y)) is not None:
+            simple = self.engine.simple(group)
+            direct = self.engine.direct_gradients(y) if simple else None
+            if isinstance(rows, slice) and direct is not None:
                 weights = {n: v[rows] for n, v in self.parameters.items()}
                 gradients = {n: v[rows] for n, v in self.gradients.items()}
                 losses[rows] = direct(weights, gradients, x, y)
                 continue
             leaves = {n: p[rows].detach().requires_grad_() for n, p in self.parameters.items()}
             buffers = {n: b[rows] for n, b in self.buffers.items()}
-            loss = self.engine.losses(leaves, buffers, x, y, key[rows])
+            losses_of = self.engine.losses if simple else self.engine.any_losses
+            loss = losses_of(leaves, buffers, x, y, key[rows])
             found = torch.autograd.grad(loss.sum(), list(leaves.values()), allow_unused=True)
             for gradient, value in zip(self.gradients.values(), found, strict=True):
                 gradient[rows] = 0 if value is None else value
