@@ -17,6 +17,7 @@ from rich.console import Console
 import prefed
 from prefed.experiments import run_directory
 from prefed.experiments.config import load as load_config
+from prefed.experiments.ranking import group
 from prefed.experiments.run_directory import execute
 from prefed.report import write_report
 from tests.helpers import ROOT
@@ -300,3 +301,17 @@ def test_a_bar_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [o.output_type for o in outputs] == ["display_data", "execute_result"]
     assert "3/4" in outputs[0].data["text/html"]
     assert outputs[1].data["text/plain"].startswith("<fedavg: 3 rounds, ended early: ")
+
+
+def test_seeds_of_runs_from_python_belong_together(tmp_path: Path) -> None:
+    """Whatever their first weights and samples are."""
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        x, y = torch.randn(3, 8, 4), torch.arange(8).expand(3, -1) % 2
+        data = prefed.FederatedData(list(zip(x, y, strict=True)), test=(x[0], y[0]))
+        prefed.simulate(
+            prefed.FedAvg(client_lr=0.1), torch.nn.Linear(4, 2), data,
+            rounds=2, local_steps=1, seed=seed, out=tmp_path / str(seed), device="cpu",
+        )  # fmt: skip
+    groups = group(prefed.load_runs(tmp_path))
+    assert [len(g.runs) for g in groups] == [2]

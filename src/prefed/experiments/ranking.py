@@ -147,7 +147,13 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _without_seed(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key != "seed"}
+    """Without the hashes of first weights and samples, too, which runs of Python have: they may
+    depend on the seed."""
+    rest = {key: value for key, value in config.items() if key != "seed"}
+    for name in ("model", "data"):
+        if "python" in (part := rest.get(name, {})):
+            rest[name] = {key: value for key, value in part.items() if key != "sha256"}
+    return rest
 
 
 def _labels(configs: list[dict[str, Any]]) -> list[str]:
