@@ -154,6 +154,19 @@ def test_lines_and_bars_do_not_run_into_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_narrow_terminal_cuts_no_numbers_of_a_round(columns: int, tmp_path: Path) -> None:
+    more = ("--set", "metrics=f1,top_3,perplexity", "--set", "data.client_test=0.2")
+    lines = in_terminal("run", "digits-iid", *SHORT, *more, columns=columns, cwd=tmp_path)
+    first = next(n for n, line in enumerate(lines) if "2/2 rounds" in line)
+    after = next(n for n, line in enumerate(lines) if line.startswith("prefed: loss"))
+    assert all(len(line) <= columns for line in lines[first:after])
+    seen = " ".join(" ".join(lines[first:after]).split())
+    words = ("loss", "accuracy", "f1", "top_3", "perplexity", "clients", "worst tenth")
+    assert all(re.search(rf"{word} \d+\.\d+%?( |,|$)", seen) for word in words), seen
+
+
+@pytest.mark.process
 def test_a_comparison_leaves_its_ranking_and_nothing_empty(tmp_path: Path) -> None:
     words = ("compare", "digits-iid", "--algorithms", "fedavg", "--seeds", "1", "--workers", "1")
     lines = in_terminal(*words, *SHORT, "--out", "c", columns=80, cwd=tmp_path)

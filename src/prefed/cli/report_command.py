@@ -30,7 +30,7 @@ def report(
 def runs(folders: Folders) -> None:
     """List the runs in directories: status, progress and headline figures."""
     from prefed.cli.tables import show, table
-    from prefed.experiments.measures import measures
+    from prefed.experiments.measures import measures, megabytes
     from prefed.experiments.stored_runs import load_runs
 
     found = load_runs(*folders)
@@ -46,7 +46,7 @@ def runs(folders: Folders) -> None:
             values = m.of(run)
             cells += [m.text(values[-1]), m.text(m.best(values))] if values else ["-", "-"]
         progress = f"{len(run.history)}/{run.config['rounds']}"
-        up = f"{run.total('bytes_up') / 1e6:.1f}"
+        up = megabytes(run.total("bytes_up"))
         status = "ended early" if run.ended else run.status
         rows.append([str(run.folder), run.algorithm, str(run.seed), status, progress, *cells, up])
     show(table(["run", "algorithm", "seed", "status", "rounds", *figures, "MB up"], rows))

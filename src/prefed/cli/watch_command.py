@@ -7,7 +7,9 @@ import typer
 def watch(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="a run, comparison, sweep or study; may come later"),
+        typer.Argument(
+            metavar="DIR", help="a run, comparison, sweep or study; need not be there yet"
+        ),
     ],
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="of the page; 0: one that is free")
