@@ -120,4 +120,4 @@ def test_a_setting_of_which_a_seed_diverged_comes_after_all_others() -> None:
 
 def test_few_bytes_are_not_zero_megabytes() -> None:
     sizes = (0, 324, 51_234, 949_999, 999_999, 1_000_000, 12_345_678)
-    assert [*map(megabytes, sizes)] == ["0", "0.00032", "0.051", "0.95", "1", "1.0", "12.3"]
+    assert [*map(megabytes, sizes)] == ["0", "0.00032", "0.051", "0.95", "1.0", "1.0", "12.3"]

@@ -23,7 +23,7 @@ def report(
     if not found:
         raise no_runs(folders)
     drawn = write_report(found, output, target=target, title=title, figures=figures)
-    more = f" and {len(drawn)} figures in {figures}" if drawn else ""
+    more = f" and {len({path.stem for path in drawn})} figures in {figures}" if drawn else ""
     print(f"{len(found)} {'run' if len(found) == 1 else 'runs'}: {output}{more}")
 
 
@@ -38,7 +38,9 @@ def runs(folders: Folders) -> None:
         raise no_runs(folders)
     shown = measures(found)
     splits = "/".join(sorted({run.split for run in found}))
-    figures = [heading for m in shown for heading in (m.heading(splits), f"best{m.unit}")]
+    figures = [
+        heading for m in shown for heading in (f"{splits}\n{m.name}{m.unit}", f"best{m.unit}")
+    ]
     rows = []
     for run in found:
         cells = []

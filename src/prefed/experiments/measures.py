@@ -74,7 +74,7 @@ def merit(results: Sequence[float | None], by: Measure) -> tuple[bool, float]:
 
 def megabytes(count: float) -> str:
     """Bytes as megabytes: one digit after the point, and of less than one the first two."""
-    return f"{count / 1e6:{'.1f' if count >= 1e6 else '.2g'}}"
+    return f"{count / 1e6:{'.1f' if count >= 0.995e6 else '.2g'}}"
 
 
 def describe(record: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ def headings(best: "Group", target: float) -> list[str]:
     return [
         f"{measure.heading(split)}\n[95 % interval]",
         "p vs\nbest",
-        *(["worst 10 %\n± std"] if best.fair else []),
+        *(["worst 10 %\n/ std"] if best.fair else []),
         *(to_target if measure is ACCURACY else []),
         "MB\nup",
         "MB\ndown",
@@ -110,7 +110,7 @@ class Group:
     def _fairness(self) -> str:
         ended = [run for run in self.runs if run.status == "finished"]
         found = [[v for run in ended if (v := run.final(key)) is not None] for key in FAIRNESS]
-        return "±".join(f"{100 * fmean(values):.1f}" for values in found if values) or "-"
+        return "/".join(f"{100 * fmean(values):.1f}" for values in found if values) or "-"
 
 
 def group(runs: Sequence[StoredRun]) -> list[Group]:
