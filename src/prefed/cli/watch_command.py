@@ -33,11 +33,11 @@ def watch(
         server = Server(Watch(folder, target), port)
     except OSError as error:
         raise PrefedError(f"--port {port}: {error.strerror or error}; choose another") from None
-    print(f"watching {folder} on {server.address}  (Ctrl-C to stop)", flush=True)
-    if open:
-        webbrowser.open(server.address)
     try:
         with server:
+            print(f"watching {folder} on {server.address}  (Ctrl-C to stop)", flush=True)
+            if open:
+                webbrowser.open(server.address)
             server.serve_forever()
     except KeyboardInterrupt:
         print("stopped; the runs go on")
