@@ -119,7 +119,8 @@ def test_a_report_is_one_file_unless_figures_are_wanted(tmp_path: Path) -> None:
     assert done.stdout == "1 run: run/x.html\n"
     assert {*tmp_path.rglob("*")} - before == {tmp_path / "run" / "x.html"}
     done = prefed_here("report", "run", "-o", "y.html", "--figures", "drawn", cwd=tmp_path)
-    assert re.fullmatch(r"1 run: y.html and \d+ figures in drawn\n", done.stdout)
+    drawn = len([*(tmp_path / "drawn").glob("*.png")])
+    assert done.stdout == f"1 run: y.html and {drawn} figures in drawn\n"
     assert {p.suffix for p in (tmp_path / "drawn").iterdir()} == {".pdf", ".png"}
 
 
@@ -151,6 +152,28 @@ def test_lines_and_bars_do_not_run_into_each_other(tmp_path: Path) -> None:
     assert told
     assert all(re.match(r"round \d: \d answers", line) for line in told)
     assert sum("rounds  " in line for line in lines) == 1  # one bar is left
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_narrow_terminal_cuts_no_numbers_of_a_round(columns: int, tmp_path: Path) -> None:
+    more = ("--set", 'metrics=["f1", "top_3", "perplexity"]', "--set", "data.client_test=0.2")
+    lines = in_terminal("run", "digits-iid", *SHORT, *more, columns=columns, cwd=tmp_path)
+    first = next(n for n, line in enumerate(lines) if "2/2 rounds" in line)
+    after = next(n for n, line in enumerate(lines) if line.startswith("prefed: loss"))
+    assert all(len(line) <= columns for line in lines[first:after])
+    seen = " ".join(" ".join(lines[first:after]).split())
+    words = ("loss", "accuracy", "f1", "top_3", "perplexity", "clients", "worst tenth")
+    assert all(re.search(rf"{word} \d+\.\d+%?( |,|$)", seen) for word in words), seen
+
+
+@pytest.mark.process
+def test_what_the_runs_of_a_comparison_say_is_said_once_above_its_table(tmp_path: Path) -> None:
+    words = ("compare", "digits-iid", "--algorithms", "fedper", "--seeds", "2", "--workers", "2")
+    lines = in_terminal(*words, *SHORT, columns=80, cwd=tmp_path)
+    assert sum("the test set is evaluated with the global model" in line for line in lines) == 1
+    assert lines[0].startswith("the test set")
+    assert not any("runs" in line and "done" in line for line in lines)  # no piece of the table
 
 
 @pytest.mark.process

@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 
 from prefed.experiments.config import load
-from prefed.experiments.measures import ACCURACY, LOSS, merit
+from prefed.experiments.measures import ACCURACY, LOSS, megabytes, merit
 from prefed.experiments.plans import Planned
 from prefed.experiments.ranking import group
 from prefed.experiments.stored_runs import load_runs
@@ -116,3 +116,8 @@ def test_a_setting_of_which_a_seed_diverged_comes_after_all_others() -> None:
     best = sorted(settings, key=lambda results: merit(results, ACCURACY), reverse=True)
     assert best == [[0.5, 0.3], [0.2, 0.4], [0.9, None], [None, None]]
     assert merit([2.0, 4.0], LOSS) == (True, -3.0)
+
+
+def test_few_bytes_are_not_zero_megabytes() -> None:
+    sizes = (0, 324, 51_234, 949_999, 999_999, 1_000_000, 12_345_678)
+    assert [*map(megabytes, sizes)] == ["0", "0.00032", "0.051", "0.95", "1.0", "1.0", "12.3"]

@@ -243,7 +243,7 @@ def test_in_a_config(tmp_path: Path) -> None:
     shown = dict(zip(headings(groups[0], 0.9), groups[0].cells(0.9), strict=True))
     last = runs[0].history[-1]
     worst, std = (100 * last[f"client_accuracy_{key}"] for key in ("worst_tenth", "std"))
-    assert shown["worst 10 %\n± std"] == f"{worst:.1f}±{std:.1f}"
+    assert shown["worst 10 %\n/ std"] == f"{worst:.1f}/{std:.1f}"
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,7 @@ def broken(outputs: Tensor, y: Tensor) -> float:
     [
         ("f2", "unknown metric 'f2'; did you mean \"f1\"?"),
         (["f1", "f1"], "f1 is there twice"),
+        ("f1,top_3", 'several names are a list: \\["f1", "top_3"\\]'),
         ([lambda o, y: 1.0], "'<lambda>' cannot be a key of records"),
         ({"loss": "f1"}, "'loss' cannot be a key of records"),
         (3, "should be a list of names or functions"),

@@ -43,7 +43,9 @@ def _version(wanted: bool) -> None:
 def options(
     version: Annotated[
         bool,
-        typer.Option("--version", is_eager=True, callback=_version, help="print it and exit"),
+        typer.Option(
+            "--version", is_eager=True, callback=_version, help="print the version and exit"
+        ),
     ] = False,
 ) -> None:
     """Adaptive and preconditioned federated optimisation."""

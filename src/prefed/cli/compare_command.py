@@ -10,7 +10,9 @@ def compare(
     config: Source,
     algorithms: Annotated[
         str | None,
-        typer.Option(help="names with commas between them; by default all the config has tuned"),
+        typer.Option(
+            help="names with commas between them; by default all that the config has tuned"
+        ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="runs per algorithm, with seeds 0, 1, ...")] = 3,
     target: Annotated[float, typer.Option(min=0, max=1, help="accuracy to count rounds to")] = 0.9,

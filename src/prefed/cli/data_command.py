@@ -116,7 +116,7 @@ def show(
     config: Source,
     set: Changes = [],
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="draw it, as .png or .svg")
+        Path | None, typer.Option("-o", "--out", help="also draw it, to a .png or .svg")
     ] = None,
 ) -> None:
     """Show how a config divides its data: sizes, classes per client, heterogeneity."""

@@ -26,10 +26,11 @@ def deploy(
         typer.Option("--min-fraction", "--quorum", help="share of a cohort that must answer"),
     ] = 0.5,
     retries: Annotated[int, typer.Option(help="how often missing clients are asked again")] = 2,
-    round_seconds: Annotated[float, typer.Option(help="deadline of a round")] = 600.0,
+    round_seconds: Annotated[float, typer.Option(help="the longest that a round may take")] = 600.0,
     join_seconds: Annotated[float, typer.Option(help="how long to wait for nodes")] = 300.0,
     norm_cap: Annotated[
-        float | None, typer.Option(help="refuse updates that change the weights by more")
+        float | None,
+        typer.Option(help="refuse updates that change the weights by more than this norm"),
     ] = None,
     quiet: Quiet = False,
 ) -> None:

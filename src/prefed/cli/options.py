@@ -21,7 +21,9 @@ Changes = Annotated[
         "data.split.alpha=0.5; may be given more than once",
     ),
 ]
-Out = Annotated[Path | None, typer.Option("--out", help="directory to write to")]
+Out = Annotated[
+    Path | None, typer.Option("--out", help="directory to write to; by default a new one in runs/")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="print nothing but errors")]
 Workers = Annotated[
     int | None, typer.Option(min=1, help="runs at a time; by default the number of cores")

@@ -23,14 +23,14 @@ def report(
     if not found:
         raise no_runs(folders)
     drawn = write_report(found, output, target=target, title=title, figures=figures)
-    more = f" and {len(drawn)} figures in {figures}" if drawn else ""
+    more = f" and {len({path.stem for path in drawn})} figures in {figures}" if drawn else ""
     print(f"{len(found)} {'run' if len(found) == 1 else 'runs'}: {output}{more}")
 
 
 def runs(folders: Folders) -> None:
     """List the runs in directories: status, progress and headline figures."""
     from prefed.cli.tables import show, table
-    from prefed.experiments.measures import measures
+    from prefed.experiments.measures import measures, megabytes
     from prefed.experiments.stored_runs import load_runs
 
     found = load_runs(*folders)
@@ -38,7 +38,9 @@ def runs(folders: Folders) -> None:
         raise no_runs(folders)
     shown = measures(found)
     splits = "/".join(sorted({run.split for run in found}))
-    figures = [heading for m in shown for heading in (m.heading(splits), f"best{m.unit}")]
+    figures = [
+        heading for m in shown for heading in (f"{splits}\n{m.name}{m.unit}", f"best{m.unit}")
+    ]
     rows = []
     for run in found:
         cells = []
@@ -46,7 +48,7 @@ def runs(folders: Folders) -> None:
             values = m.of(run)
             cells += [m.text(values[-1]), m.text(m.best(values))] if values else ["-", "-"]
         progress = f"{len(run.history)}/{run.config['rounds']}"
-        up = f"{run.total('bytes_up') / 1e6:.1f}"
+        up = megabytes(run.total("bytes_up"))
         status = "ended early" if run.ended else run.status
         rows.append([str(run.folder), run.algorithm, str(run.seed), status, progress, *cells, up])
     show(table(["run", "algorithm", "seed", "status", "rounds", *figures, "MB up"], rows))

@@ -26,7 +26,7 @@ def run(
     from prefed.cli.progress import JsonLines, show_log_plainly, show_warnings_plainly
     from prefed.experiments.bars import RoundBar
     from prefed.experiments.config import load, tuned_options
-    from prefed.experiments.measures import describe
+    from prefed.experiments.measures import describe, megabytes
     from prefed.experiments.run_directory import execute
     from prefed.experiments.trackers import tracker
     from prefed.training import ranks
@@ -48,8 +48,8 @@ def run(
                 loaded, folder, resume=resume, callbacks=[progress, *trackers], stop=stop.asked
             )
     if speaks and not (quiet or json):
-        up = sum(record["bytes_up"] for record in result.history) / 1e6
-        print(f"{loaded.algorithm.name}: {describe(result.history[-1])}, {up:.1f} MB up")
+        up = sum(record["bytes_up"] for record in result.history)
+        print(f"{loaded.algorithm.name}: {describe(result.history[-1])}, {megabytes(up)} MB up")
         if result.ended:
             print(f"ended early, after round {len(result.history)}: {result.ended}")
         if result.best_round is not None:

@@ -7,7 +7,9 @@ import typer
 def watch(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="a run, comparison, sweep or study; may come later"),
+        typer.Argument(
+            metavar="DIR", help="a run, comparison, sweep or study; need not be there yet"
+        ),
     ],
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="of the page; 0: one that is free")
@@ -31,11 +33,11 @@ def watch(
         server = Server(Watch(folder, target), port)
     except OSError as error:
         raise PrefedError(f"--port {port}: {error.strerror or error}; choose another") from None
-    print(f"watching {folder} on {server.address}  (Ctrl-C to stop)", flush=True)
-    if open:
-        webbrowser.open(server.address)
     try:
         with server:
+            print(f"watching {folder} on {server.address}  (Ctrl-C to stop)", flush=True)
+            if open:
+                webbrowser.open(server.address)
             server.serve_forever()
     except KeyboardInterrupt:
         print("stopped; the runs go on")

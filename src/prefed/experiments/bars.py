@@ -1,10 +1,12 @@
 """Progress bars: on a terminal, in a notebook, and plain lines elsewhere."""
 
+import copy
 import importlib
+from collections.abc import Iterable
 from io import StringIO
 from typing import Any, Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -14,6 +16,8 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
+from rich.text import Text
 
 from prefed.experiments.measures import describe
 from prefed.training.observers import Callback
@@ -32,7 +36,7 @@ class Bar(Callback):
         if (console.is_terminal or console.is_jupyter) and not quiet:
             if console.is_jupyter:
                 self._cell = NotebookCell()
-            self._progress = Progress(*columns, console=console, disable=console.is_jupyter)
+            self._progress = Uncut(*columns, console=console, disable=console.is_jupyter)
             self._task = self._progress.add_task("", total=total)
         self.quiet = quiet is not False
         """Whether nothing is printed in place of a bar."""
@@ -59,6 +63,28 @@ class Bar(Callback):
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
+
+
+class Uncut(Progress):
+    """Text that has no place beside a bar goes below it."""
+
+    NARROWER = 30
+    """By how many of its 40 columns a bar may shrink."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        tasks = self.tasks
+        view = self.make_tasks_table(tasks)
+        if not tasks or self._fits(view):
+            return [view]
+        bare = [copy.copy(task) for task in tasks]
+        for task in bare:
+            task.description = ""
+        return [self.make_tasks_table(bare), *(Text(task.description) for task in tasks)]
+
+    def _fits(self, view: Table) -> bool:
+        unbounded = self.console.options.update(width=1 << 16)
+        width = self.console.measure(view, options=unbounded).maximum
+        return width - self.NARROWER <= self.console.width
 
 
 class NotebookCell:

@@ -49,15 +49,22 @@ def run_jobs(jobs: list[Job], workers: int) -> Iterator[Event]:
     workers = max(1, min(workers, len(jobs)))
     processes: list[subprocess.Popen[str]] = []
     threads: list[threading.Thread] = []
+    tellers: list[threading.Thread] = []
+    told: set[str] = set()
     try:
         for _ in range(workers):
             process = subprocess.Popen(
                 [sys.executable, "-m", "prefed.experiments.jobs"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 text=True,
+                errors="replace",
             )
             processes.append(process)
+            teller = threading.Thread(target=_tell, args=(process.stderr, told), daemon=True)
+            tellers.append(teller)
+            teller.start()
             threads.append(threading.Thread(target=_serve, args=(process, waiting, events)))
             threads[-1].start()
         while workers:
@@ -79,6 +86,8 @@ def run_jobs(jobs: list[Job], workers: int) -> Iterator[Event]:
             for pipe in (process.stdin, process.stdout):
                 with suppress(OSError):
                     pipe.close()  # type: ignore[union-attr]
+        for teller in tellers:
+            teller.join(timeout=1)  # what a tracker has started may hold the pipe open
 
 
 def _serve(
@@ -104,6 +113,16 @@ def _serve(
                 return  # the jobs that wait are for the others
     finally:
         events.put(None)
+
+
+def _tell(lines: IO[str], told: set[str]) -> None:
+    """Pass on what a worker has to say besides events, through this process, lest it run into a
+    live table. What several runs say alike is said once; indented lines are of tracebacks."""
+    with lines:
+        for line in lines:
+            if line[:1].isspace() or line not in told:
+                told.add(line)
+                print(line, end="", file=sys.stderr, flush=True)
 
 
 def _relay(number: int, lines: IO[str], events: queue.Queue[Event | None]) -> bool:

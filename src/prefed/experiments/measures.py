@@ -72,6 +72,11 @@ def merit(results: Sequence[float | None], by: Measure) -> tuple[bool, float]:
     return len(known) == len(results), fmean(known) if known else -math.inf
 
 
+def megabytes(count: float) -> str:
+    """Bytes as megabytes: one digit after the point, and of less than one the first two."""
+    return f"{count / 1e6:{'.1f' if count >= 0.995e6 else '.2g'}}"
+
+
 def describe(record: dict[str, Any]) -> str:
     """Loss, accuracy and metrics of a round, in words; without labels, the loss on the test set."""
     loss, accuracy, test = (record[k] for k in ("train_loss", "test_accuracy", "test_loss"))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from prefed.experiments.measures import ACCURACY, Measure, measure, merit
+from prefed.experiments.measures import ACCURACY, Measure, measure, megabytes, merit
 from prefed.experiments.stats import bootstrap_interval, sign_flip_p
 from prefed.experiments.stored_runs import StoredRun
 
@@ -21,7 +21,7 @@ def headings(best: "Group", target: float) -> list[str]:
     return [
         f"{measure.heading(split)}\n[95 % interval]",
         "p vs\nbest",
-        *(["worst 10 %\n± std"] if best.fair else []),
+        *(["worst 10 %\n/ std"] if best.fair else []),
         *(to_target if measure is ACCURACY else []),
         "MB\nup",
         "MB\ndown",
@@ -73,12 +73,12 @@ class Group:
         return sum(run.status == status for run in self.runs)
 
     def to_target(self, target: float) -> tuple[float, float, int] | None:
-        """Mean rounds and mean megabytes up to that accuracy, and how many runs reached it."""
+        """Mean rounds and mean bytes up to that accuracy, and how many runs reached it."""
         hits = [(run, hit) for run in self.runs if (hit := run.reached(target)) is not None]
         if not hits:
             return None
-        megabytes = fmean(run.total("bytes_up", hit["round"]) for run, hit in hits) / 1e6
-        return fmean(hit["round"] for _, hit in hits), megabytes, len(hits)
+        sent = fmean(run.total("bytes_up", hit["round"]) for run, hit in hits)
+        return fmean(hit["round"] for _, hit in hits), sent, len(hits)
 
     def mean_total(self, key: str) -> float:
         return fmean(run.total(key) for run in self.runs)
@@ -93,24 +93,24 @@ class Group:
         for status in ("diverged", "interrupted", "running"):
             if count := self.count(status):
                 value += f" ({count}/{len(self.runs)} {status})"
-        rounds = megabytes = "-"
+        rounds = sent = "-"
         if reached is not None:
             some = f" ({reached[2]}/{len(self.runs)})" if reached[2] < len(self.runs) else ""
-            rounds, megabytes = f"{reached[0]:.0f}{some}", f"{reached[1]:.1f}"
+            rounds, sent = f"{reached[0]:.0f}{some}", megabytes(reached[1])
         return [
             value,
             "" if self.p_value is None else f"{self.p_value:.2g}",
             *([self._fairness()] if self.fair else []),
-            *([rounds, megabytes] if self.measure is ACCURACY else []),
-            f"{self.mean_total('bytes_up') / 1e6:.1f}",
-            f"{self.mean_total('bytes_down') / 1e6:.1f}",
+            *([rounds, sent] if self.measure is ACCURACY else []),
+            megabytes(self.mean_total("bytes_up")),
+            megabytes(self.mean_total("bytes_down")),
             f"{self.mean_total('seconds'):.1f}",
         ]
 
     def _fairness(self) -> str:
         ended = [run for run in self.runs if run.status == "finished"]
         found = [[v for run in ended if (v := run.final(key)) is not None] for key in FAIRNESS]
-        return "±".join(f"{100 * fmean(values):.1f}" for values in found if values) or "-"
+        return "/".join(f"{100 * fmean(values):.1f}" for values in found if values) or "-"
 
 
 def group(runs: Sequence[StoredRun]) -> list[Group]:

@@ -19,6 +19,7 @@ from prefed.core.errors import PrefedError
 from prefed.core.safe_files import write_whole
 from prefed.data.describe import draw
 from prefed.experiments.config import load
+from prefed.experiments.measures import megabytes
 from prefed.experiments.ranking import Group, flatten, group, headings
 from prefed.experiments.stored_runs import StoredRun
 from prefed.experiments.sweep import Scored
@@ -115,9 +116,9 @@ def _traffic(g: Group) -> list[str]:
         isinstance(r.get(k), int | float) for k in keys for run in g.runs for r in run.history
     ):
         return ["-"] * 5  # records of an early version
-    up, state, *down = (g.mean_total(key) / 1e6 for key in keys)
+    up, state, *down = (g.mean_total(key) for key in keys)
     share = 100 * state / (up + state) if up + state else 0.0
-    return [f"{value:.1f}" for value in (up, state, *down, share)]
+    return [*map(megabytes, (up, state, *down)), f"{share:.1f}"]
 
 
 def _summary(groups: list[Group]) -> str:

@@ -11,7 +11,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from prefed.algorithms import ALGORITHMS
 from prefed.core.safe_files import to_json, write_whole
-from prefed.experiments.measures import ACCURACY, LOSS, Measure, measure, merit
+from prefed.experiments.measures import ACCURACY, LOSS, Measure, measure, megabytes, merit
 from prefed.experiments.stats import student_interval
 from prefed.experiments.stored_runs import StoredRun
 from prefed.experiments.study import Point, Runs, StudyRuns
@@ -141,7 +141,7 @@ def table(rows: list[Row], reference: str | None) -> str:
         jumps = fmean(row["jumps"].values())
         cells += [
             f"{jumps:.{digits}f}" if math.isfinite(jumps) else "",
-            f"{row['megabytes_up']:.1f}",
+            megabytes(1e6 * row["megabytes_up"]),
             f"{row['vectors_up']:.3g}",
             seeds,
         ]

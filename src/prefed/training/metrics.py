@@ -207,6 +207,9 @@ def by_name(given: Any) -> dict[str, Given]:
     found: dict[str, Given] = {}
     for name, thing in items:
         if not re.fullmatch(r"[A-Za-z]\w*", name) or name == "loss":
+            if "," in name:
+                names = ", ".join(f'"{part.strip()}"' for part in name.split(","))
+                raise ValueError(f"several names are a list: [{names}]")
             raise ValueError(f"{name!r} cannot be a key of records; write {{'name': metric}}")
         if name in found:
             raise ValueError(f"{name} is there twice; write {{'name': metric}}")
