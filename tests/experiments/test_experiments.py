@@ -168,7 +168,8 @@ def test_sweep_chooses_on_validation_and_tests_once(tmp_path: Path) -> None:
     held_out = config.make_run().data.test
     assert held_out is not None
     assert len(held_out) == round(0.2 * 1437)
-    assert (tmp_path / "s" / "report" / "heat-map.pdf").exists()
+    assert not (tmp_path / "s" / "report").exists(), "figures are drawn on request"
+    assert "over the two swept keys" in (tmp_path / "s" / "report.html").read_text(), "a heat map"
     again = prefed_here(*words, cwd=tmp_path)
     assert again.stdout.splitlines()[-4:] == done.stdout.splitlines()[-4:]
 
