@@ -67,9 +67,15 @@ def processes_of(scratch: Path) -> dict[int, str]:
     return found
 
 
-def deploy(words: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+ALONE = ("unshare", "-rn", "bash", "-c", 'ip link set lo up && exec "$@"', "bash")
+"""A network of its own with nothing but loopback: Ray listens on all interfaces otherwise."""
+
+
+def deploy(
+    words: list[str], environment: dict[str, str], inside: tuple[str, ...] = ()
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "prefed", "deploy", *words],
+        [*inside, sys.executable, "-m", "prefed", "deploy", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -226,7 +232,9 @@ def test_four_nodes(changes: list[str], tmp_path: Path, nothing_left: dict[str, 
 def test_on_flower_s_simulation_engine(tmp_path: Path, nothing_left: dict[str, str]) -> None:
     changes = ["algorithm=prefed", "momentum=keep", "rounds=3"]
     words = ["digits-noniid", *options(changes), "--simulate", "3", "--out", str(tmp_path / "run")]
-    _, errors = (done := deploy(words, nothing_left)).communicate(timeout=900)
+    if subprocess.run([*ALONE, "true"], check=False).returncode:
+        pytest.skip("this machine allows no network namespaces")
+    _, errors = (done := deploy(words, nothing_left, ALONE)).communicate(timeout=900)
     assert done.returncode == 0, errors
     assert_equals_simulation(tmp_path / "run", changes)
 
