@@ -7,7 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from prefed.experiments.config import load
+import pytest
+
+import prefed
+from prefed.experiments.config import Config, load
+from prefed.experiments.run_directory import execute
 
 SMALL = ["rounds=5", "local_steps=2", "model.hidden=[8]", "clients_per_round=3", "device=cpu"]
 
@@ -35,3 +39,11 @@ def fingerprint(folder: Path) -> str:
 
 def leftovers(folder: Path) -> list[str]:
     return [p.name for p in folder.rglob(".*") if p.name != ".lock"]
+
+
+def whole_and_resumed(config: Config, folder: Path) -> tuple[prefed.Result, prefed.Result]:
+    """A run from its first round to its last, and the same stopped after two and resumed."""
+    whole = execute(config, folder / "whole")
+    with pytest.raises(prefed.Interrupted):
+        execute(config, folder / "cut", stop=StopAfter(2))
+    return whole, execute(config, folder / "cut", resume=True)

@@ -16,6 +16,7 @@ from prefed.experiments.config import load
 from prefed.experiments.run_directory import execute
 from tests.helpers.oracles.modules import check_same, federated
 from tests.helpers.problems import CLIENT_SIZES, SIZES, tiny_data
+from tests.helpers.run_folders import whole_and_resumed
 
 COMPILED = pytest.param(
     "compiled",
@@ -156,11 +157,7 @@ def test_a_resumed_run_has_the_same_bits(statistics: str, tmp_path: Path) -> Non
                "engine=sequential", "algorithm=fedavg", f"statistics={statistics}", "model=resnet8",
                "model.width=2", "model.norm=batch", "data.split.clients=5"]  # fmt: skip
     config = load("digits-noniid", changes)
-    whole = execute(config, tmp_path / "whole")
-    rounds = iter(range(1, 9))
-    with pytest.raises(prefed.Interrupted):
-        execute(config, tmp_path / "cut", stop=lambda: next(rounds) == 2)
-    cut = execute(config, tmp_path / "cut", resume=True)
+    whole, cut = whole_and_resumed(config, tmp_path)
     check_same(cut.model, whole.model, 0)
     assert [r["train_loss"] for r in cut.history] == [r["train_loss"] for r in whole.history]
     assert cut.kept.keys() == whole.kept.keys()

@@ -13,9 +13,9 @@ from torch import nn
 import prefed
 from prefed.core.flat_model import personal_names
 from prefed.experiments.config import load
-from prefed.experiments.run_directory import execute
 from tests.helpers.oracles.modules import check_same, federated
 from tests.helpers.problems import SIZES, tiny_data
+from tests.helpers.run_folders import whole_and_resumed
 
 LR, STEPS, COHORT = 0.1, 3, 2
 
@@ -143,11 +143,7 @@ def test_a_resumed_run_has_the_same_bits(name: str, tmp_path: Path) -> None:
     if name == "prefed":
         changes += ['personal=["head.*"]', "upload=topk(0.2)"]
     config = load("digits-noniid", changes)
-    whole = execute(config, tmp_path / "whole")
-    rounds = iter(range(1, 9))
-    with pytest.raises(prefed.Interrupted):
-        execute(config, tmp_path / "cut", stop=lambda: next(rounds) == 2)
-    cut = execute(config, tmp_path / "cut", resume=True)
+    whole, cut = whole_and_resumed(config, tmp_path)
     for client in range(5):
         check_same(cut.client_model(client), whole.client_model(client), 0)
     assert [r["train_loss"] for r in cut.history] == [r["train_loss"] for r in whole.history]

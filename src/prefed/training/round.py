@@ -236,8 +236,9 @@ def _shared(algorithm: Algorithm, fields: Mapping[str, Field], layout: Layout) -
 
 def client_state(server: Server, kept: State) -> tuple[Tensor, Tensor]:
     """All weights and statistics of a client that keeps this, as it would be evaluated: the
-    server's where it has none of its own."""
-    weights = torch.cat([server.weights, kept.get(PERSONAL, server.personal)])
+    server's where it has none of its own. To be read only: nothing is copied that need not be."""
+    own = kept.get(PERSONAL, server.personal)
+    weights = torch.cat([server.weights, own]) if own.numel() else server.weights
     return weights, kept.get(BUFFERS, server.buffers)
 
 
