@@ -30,7 +30,7 @@ CASES = 3
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="a part that takes less than a minute")
+    parser.addoption("--fast", action="store_true", help="a part that starts no process")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
