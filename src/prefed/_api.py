@@ -4,6 +4,7 @@ from prefed import optim
 from prefed.algorithms import ALGORITHMS, Algorithm, average, derived, keep, reset
 from prefed.algorithms.adaalter import AdaAlter
 from prefed.algorithms.fedavg import FedAvg, FedAvgM
+from prefed.algorithms.fednova import FedNova
 from prefed.algorithms.fedopt import FedAdagrad, FedAdam, FedYogi
 from prefed.algorithms.fedprox import FedProx
 from prefed.algorithms.localadam import LocalAdam
@@ -35,7 +36,8 @@ from prefed.training.settings import Settings
 __all__ = [
     "ALGORITHMS", "CODECS", "DATASETS", "ENGINES", "LOSSES", "METRICS", "MODELS", "SCAFFOLD",
     "SPLITS", "AdaAlter", "Algorithm", "Callback", "CollapseWarning", "Diverged", "EngineWarning",
-    "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedBN", "FedPer", "FedProx", "FedRep", "FedYogi",
+    "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedBN", "FedNova", "FedPer", "FedProx", "FedRep",
+    "FedYogi",
     "FederatedData", "Field", "Interrupted", "LocalAdam", "Partition", "PreFed", "PreFedLite",
     "PreFedOpt", "PreFedSync", "PrefedError", "Rate", "Result", "Rule", "Run", "Settings",
     "Simulation", "average", "derived", "keep", "load", "load_runs", "optim", "reset", "schedule",

@@ -75,6 +75,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "prefedsync": grid(accumulate=["sum", "ema"], tau=[0.1]),
     "scaffold": grid(server_lr=[1.0, 0.5]),
     "fedprox": grid(mu=[0.0, 0.5]),
+    "fednova": grid(client_momentum=[0.0, 0.7], server_momentum=[0.0, 0.5], server_lr=[1.0, 0.3]),
 }
 ANY_CLIENT = grid(clip_norm=[None, 0.3], weight_decay=[0.0, 0.05])[1:]
 ALL = [(name, options) for name, cases in CASES.items() for options in cases]
@@ -85,7 +86,10 @@ ALL += [
 ]
 
 
-def compare(name: str, options: dict[str, Any], weighting: Any, batch: int | None) -> None:
+def compare(
+    name: str, options: dict[str, Any], weighting: Any, batch: int | None, **steps: Any
+) -> None:
+    """steps   other settings than STEPS local steps, for local epochs"""
     options = {"client_lr": 0.05, **options}
     algorithm = prefed.ALGORITHMS.get(name)(**options)
     data, model = tiny_data(), tiny_model()
@@ -95,12 +99,12 @@ def compare(name: str, options: dict[str, Any], weighting: Any, batch: int | Non
         data,
         prefed.Settings(
             rounds=ROUNDS,
-            local_steps=STEPS,
             clients_per_round=4,
             batch_size=batch,
             seed=3,
             weighting=weighting,
             device=DEVICE,
+            **steps or {"local_steps": STEPS},
         ),
     )
     clients = arrays()
@@ -108,6 +112,8 @@ def compare(name: str, options: dict[str, Any], weighting: Any, batch: int | Non
     def batches(round: int, client: int) -> Any:
         samples = len(clients[client][0])
         assert batch is not None
+        if steps:
+            return passes(round, client, samples, batch, **steps)
         return draws.batches(3, round, client, samples, STEPS * batch).reshape(STEPS, batch)
 
     start = simulation.server.weights.cpu().numpy().copy()
@@ -126,7 +132,7 @@ def compare(name: str, options: dict[str, Any], weighting: Any, batch: int | Non
         start,
         clients,
         cohorts,
-        STEPS,
+        None if steps else STEPS,
         batches=None if batch is None else batches,
         weighting=weighting,
         n_clients=len(clients),
@@ -150,6 +156,19 @@ def compare(name: str, options: dict[str, Any], weighting: Any, batch: int | Non
             close(value, trace.kept[-1][client][field], tolerance)
 
 
+def passes(
+    round: int, client: int, samples: int, batch: int, local_epochs: int, drop_last: bool = False
+) -> list[np.ndarray[Any, Any]]:
+    """The batches of shuffled passes, as a DataLoader cuts them."""
+    drawn = draws.epochs(3, round, client, samples, local_epochs * samples)
+    found = []
+    for order in drawn.reshape(local_epochs, samples):
+        assert sorted(order) == [*range(samples)]
+        cut = [order[first : first + batch] for first in range(0, samples, batch)]
+        found += [b for b in cut if len(b) == batch] if drop_last and samples >= batch else cut
+    return found
+
+
 def close(ours: torch.Tensor, theirs: Any, tolerance: float = 1e-10) -> None:
     theirs = np.broadcast_to(theirs, ours.shape)
     np.testing.assert_allclose(ours.cpu().numpy(), theirs, rtol=tolerance, atol=tolerance)
@@ -171,6 +190,20 @@ def test_full_batch(name: str, options: dict[str, Any]) -> None:
 def test_weighting_and_batches(name: str, weighting: Any, batch: int | None) -> None:
     for options in (CASES[name][0], CASES[name][-1]):
         compare(name, options, weighting, batch)
+
+
+EPOCHS = [name for name in CASES if name != "prefedsync"]
+
+
+@pytest.mark.parametrize("name", EPOCHS)
+@pytest.mark.parametrize("steps", [{}, {"drop_last": True}], ids=["short", "whole"])
+def test_local_epochs(name: str, steps: dict[str, Any]) -> None:
+    """Clients of 4 to 15 samples, in batches of 5: unequally many steps, and short batches."""
+    cases = {"prefed": CASES["prefed"]}.get(name, [CASES[name][0], CASES[name][-1]])
+    derived = [case for case in cases if case.get("momentum") == "derived"][:2]
+    for options in (*derived, cases[0], cases[-1]):
+        for weighting in ("uniform", "samples"):
+            compare(name, options, weighting, BATCH, local_epochs=2, **steps)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,21 @@ def test_the_same_bits_as_simulation(algorithm: dict[str, Any], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("algorithm", [
+    {"name": "fednova", "client_momentum": 0.5}, {"name": "prefedopt"}, {"name": "scaffold"},
+    {"name": "prefed", "momentum": "derived", "upload": "int8"},
+], ids=str)  # fmt: skip
+def test_local_epochs_have_the_same_bits_as_in_simulation(
+    algorithm: dict[str, Any], tmp_path: Path
+) -> None:
+    config = config_of(algorithm, weighting="samples", local_steps=None, local_epochs=2)
+    here, there = simulated(config), Federation(config, tmp_path).run()
+    assert torch.equal(here.server.weights, there.server.weights)
+    for ours, theirs in zip(here.history, there.history, strict=True):
+        assert told_by_all(ours) == told_by_all(theirs)
+    assert len({record["local_steps"] for record in here.history}) > 1
+
+
+@pytest.mark.parametrize("algorithm", [
     {"name": "fedbn"}, {"name": "fedrep", "personal": ["head.*"]},
     {"name": "prefed", "personal": ["@last"], "upload": "topk(0.1)"},
 ], ids=str)  # fmt: skip

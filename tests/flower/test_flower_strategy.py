@@ -18,6 +18,7 @@ from flwr.app import (
     Array,
     ArrayRecord,
     ConfigRecord,
+    Context,
     Error,
     Message,
     MetricRecord,
@@ -32,6 +33,7 @@ import prefed
 import prefed.flower
 from prefed.core.errors import PrefedError, RunFailed
 from prefed.flower.strategy import mean_metrics
+from prefed.training.batches import Batches
 from tests.helpers import ROOT
 from tests.helpers.flower_apps import LR, OPTIONS, STEPS, flat, run, tiny_app, tiny_grid
 from tests.helpers.loopback import LoopbackGrid, Tamper
@@ -246,6 +248,34 @@ def test_prefedopt_never_guesses_the_number_of_local_steps(steps: Any, tmp_path:
     with pytest.raises(PrefedError, match="no privacy; give local_steps="):
         run(private, grid)
     assert seen == ["question"]
+
+
+@pytest.mark.parametrize("name", ["FedNova", "PreFedOpt", "PreFed"])
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_clients_that_take_unequally_many_steps(name: str, weighting: Any, tmp_path: Path) -> None:
+    """Each makes two passes in batches of four, in the order that simulation draws."""
+    options: dict[str, Any] = {"momentum": "derived"} if name == "PreFed" else {}
+    asked = {"rounds": 3, "local_epochs": 2, "batch_size": 4, "weighting": weighting}
+    settings = prefed.Settings(**asked)
+    app = ClientApp()
+    prefed.flower.tell_partition(app)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        number = int(context.node_config["partition-id"])
+        round = int(message.content.config_records["config"]["server-round"]) - 1  # type: ignore[arg-type]
+        made = Batches(tiny_data().client(number), number, round, settings)
+        mine = [made[k] for k in range(len(made))]
+        samples = len(tiny_data().client(number))
+        return prefed.flower.local_train(message, context, tiny_model(), mine, samples=samples)
+
+    strategy = getattr(prefed.flower, name)(
+        client_lr=0.01, weighting=weighting, **options, **WITHOUT_STEPS
+    )
+    found = flat(run(strategy, tiny_grid(app, tmp_path), 3).arrays)
+    algorithm = getattr(prefed, name)(client_lr=0.01, **options)
+    wanted = prefed.simulate(algorithm, tiny_model(), tiny_data(), engine="sequential", **asked)
+    torch.testing.assert_close(found, wanted.weights, rtol=0, atol=1e-12)
 
 
 def test_one_client_cannot_move_the_number_of_local_steps(tmp_path: Path) -> None:

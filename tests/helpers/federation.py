@@ -147,5 +147,5 @@ def without(config: Config, victim: int) -> Server:
             values = {n: v[0] for n, v in update.values.items()}
             mean.add(client, values, 1.0, float(update.losses[0]))
     share = (everyone - 1) / everyone
-    server_update(here.algorithm, here.server, mean.result()[0], config.local_steps, share)
+    server_update(here.algorithm, here.server, mean.result()[0], config.local_steps or 0, share)
     return here.server

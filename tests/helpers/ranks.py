@@ -27,6 +27,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "fedbn+own": {"engine": "vectorised", "clients_per_round": 3},
     "prefed+part": {"engine": "sequential", "clients_per_round": 3},
     "fedavg+mean": {"engine": "vectorised", "clients_per_round": 5},
+    "fednova": {"engine": "vectorised", "clients_per_round": 5, "local_epochs": 2},
+    "prefedopt": {"engine": "sequential", "weighting": OWN, "local_epochs": 1},
     "fedadam": {"engine": "sequential", "clients_per_round": 5, "client_dropout": 0.4, "quorum": 2},
 }
 MORE: dict[str, dict[str, Any]] = {
@@ -45,7 +47,8 @@ def weights() -> dict[str, torch.Tensor]:
     dies = os.environ.get("DIES") == os.environ.get("RANK", "none")
     results = {}
     for name, options in RUNS.items():
-        settings = prefed.Settings(rounds=4, local_steps=3, batch_size=4, device="cpu", **options)
+        steps = {} if "local_epochs" in options else {"local_steps": 3}
+        settings = prefed.Settings(rounds=4, batch_size=4, device="cpu", **steps, **options)
         name, _, more = name.partition("+")
         algorithm = prefed.ALGORITHMS.get(name)(client_lr=0.01, **MORE[more])
         model = batchnorm() if more in ("norm", "mean", "own") else tiny_model()

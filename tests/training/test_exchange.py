@@ -85,7 +85,7 @@ def test_bytes_are_those_of_the_messages(options: dict[str, Any]) -> None:
     for _ in range(5):
         server, algorithm = run.server, run.algorithm
         rows = {n: torch.rand(2, *v.shape) for n, v in server.values(algorithm).items()}
-        update = Update(rows, {}, torch.zeros(2))
+        update = Update(rows, {}, torch.zeros(2), [1, 1])
         message, _ = upload(algorithm, server, update, [0, 1], {}, 0)
         length = sum(len(bytes_of(p)) for parts in message.values() for p in parts.values())
         state = sum(
@@ -154,7 +154,12 @@ def test_error_feedback_sends_everything_in_the_end() -> None:
     kept: dict[int, dict[str, Tensor]] = {}
     arrived = torch.zeros_like(change)
     for _ in range(40):
-        update = Update({"weights": change.clone(), "buffers": change[:, :0]}, {}, change[:, 0])
+        update = Update(
+            {"weights": change.clone(), "buffers": change[:, :0]},
+            {},
+            change[:, 0],
+            [1] * len(change),
+        )
         message, stays = upload(algorithm, server, update, [4, 9], kept, 0)
         came = receive(algorithm, server, message)["weights"]
         assert (came != 0).sum(1).tolist() == [-(-layout.size // 10)] * 2
@@ -192,7 +197,7 @@ def test_messages_of_another_form_are_refused(damage: Any, message: str) -> None
     algorithm = prefed.PreFed(P_codec="log8", momentum="reset", upload="topk(0.1)")
     run = simulation(algorithm)
     rows = {n: torch.rand(2, *v.shape) for n, v in run.server.values(algorithm).items()}
-    update = Update(rows, {}, torch.zeros(2))
+    update = Update(rows, {}, torch.zeros(2), [1, 1])
     sent, _ = upload(algorithm, run.server, update, [0, 1], {}, 0)
     receive(algorithm, run.server, sent)
     damage(sent)

@@ -68,7 +68,9 @@ def content(algorithm: str) -> RecordDict:
 def gathering(algorithm: str) -> Arrivals:
     _, specs, _, values, samples = honest(algorithm)
     admission = Admission(specs, ROUND, [1, CLIENT, 5], samples={CLIENT: samples})
-    result = Arrivals(admission, [1, CLIENT, 5], lambda client, n: 1.0)
+    result = Arrivals(
+        admission, [1, CLIENT, 5], lambda client, n: 1.0, lambda update: {**update.values}
+    )
     result.take(1, lambda: UntrustedUpdate(1, ROUND, 9, 0.5, values))
     return result
 

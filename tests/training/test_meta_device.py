@@ -19,7 +19,15 @@ from prefed.core.flat_model import FlatModel
 from prefed.core.layout import Layout
 from prefed.rules import SGD, Field, Rule
 from prefed.rules.rule import State
-from prefed.training.round import Block, Server, first_kept, local_update, server_update
+from prefed.training.messages import to_mean
+from prefed.training.round import (
+    LOCAL_STEPS,
+    Block,
+    Server,
+    first_kept,
+    local_update,
+    server_update,
+)
 from tests.helpers.problems import SIZES
 
 STEPS, CLIENTS = 3, [4, 7]
@@ -64,7 +72,7 @@ class MetaBlock(Block):
     """Clients that have gradients without values."""
 
     def __init__(self, layout: Layout, server: Server) -> None:
-        self.clients, self.layout = CLIENTS, layout
+        self.clients, self.layout, self.steps = CLIENTS, layout, [STEPS] * len(CLIENTS)
         self.weights = server.weights.new_empty(len(CLIENTS), layout.size)
         self.gradient = torch.empty_like(self.weights)
         self.buffers = server.buffers.expand(len(CLIENTS), -1).clone()
@@ -96,8 +104,10 @@ def round_on_meta(algorithm: prefed.Algorithm, dtype: torch.dtype = torch.float3
         server = Server.start(algorithm, layout, flat.weights, flat.read_buffers())
         kept = {CLIENTS[0]: first_kept(algorithm, flat)}
         for _ in range(3):
-            update = local_update(algorithm, server, MetaBlock(layout, server), kept, STEPS)
-            mean = {n: v.mean(0) for n, v in algorithm.before_mean(update.values).items()}
+            update = local_update(algorithm, server, MetaBlock(layout, server), kept)
+            steps = torch.full((len(CLIENTS), 1), STEPS, dtype=torch.float64, device="meta")
+            values = to_mean(algorithm, update.values, steps)
+            mean = {n: v.mean(0) for n, v in values.items() if n != LOCAL_STEPS}
             server_update(algorithm, server, mean, STEPS, 0.5)
             kept = {
                 client: {name: rows[i] for name, rows in update.kept.items()}

@@ -79,20 +79,21 @@ class Algorithm(BaseModel):
         """The policy of each field of the client rule; a field not named here is reset."""
         return {}
 
-    def pseudo_gradient(self, delta: Tensor, local_steps: int) -> Tensor:
-        """What the server rule is fed with: minus the mean change of the clients."""
+    def pseudo_gradient(self, delta: Tensor, local_steps: float) -> Tensor:
+        """What the server rule is fed with: minus the mean change of the clients. Where clients
+        take unequally many local steps (local_epochs), local_steps is their mean."""
         return delta.neg_()
 
     def before_mean(self, values: State) -> State:
-        """What is averaged, from what a client sent, on (d) or (C, d): for means that are not
-        plain. May add values; must not change those it is given."""
+        """What is averaged, from what a client sent, on (d) or (C, d), and its "local_steps": for
+        means that are not plain. May add values; must not change those it is given."""
         return values
 
     def after_mean(self, mean: State) -> State:
         """Undoes `before_mean` on the mean, which is its to change."""
         return mean
 
-    def derive(self, change: Tensor, shared: State, lr: float, local_steps: int) -> State:
+    def derive(self, change: Tensor, shared: State, lr: float, local_steps: float) -> State:
         """The fields whose policy is `derived`: from the clients' mean change of this round, the
         server's new copies of the averaged fields and the clients' step size."""
         return {}

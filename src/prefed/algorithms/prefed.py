@@ -59,7 +59,7 @@ class PreFed(Preconditioned):
             "P_mass": average(),
         }
 
-    def derive(self, change: Tensor, shared: State, lr: float, local_steps: int) -> State:
+    def derive(self, change: Tensor, shared: State, lr: float, local_steps: float) -> State:
         if lr == 0:  # nothing moved, and nothing is learnt
             return {}
         m = self.root(shared).mul_(change).div_(-lr * local_steps)

@@ -33,5 +33,5 @@ class PreFedOpt(Preconditioned):
     def server_rule(self) -> Rule:
         return self.covariance(step_with="m" if self.step_with == "m" else "g")
 
-    def pseudo_gradient(self, delta: Tensor, local_steps: int) -> Tensor:
+    def pseudo_gradient(self, delta: Tensor, local_steps: float) -> Tensor:
         return delta.div_(-local_steps if self.per_step else -1)

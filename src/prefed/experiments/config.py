@@ -265,7 +265,12 @@ def _change(table: dict[str, Any], change: str) -> tuple[str, Any] | None:
         if key == "data":
             value = {**table.get("data", {}), **value}
     assign(table, path, value, change)
+    table.pop(INSTEAD.get(key, ""), None)
     return None
+
+
+INSTEAD = {"local_steps": "local_epochs", "local_epochs": "local_steps"}
+"""Settings that a change of the other puts out of force."""
 
 
 def assign(table: dict[str, Any], path: list[str], value: Any, change: str) -> None:

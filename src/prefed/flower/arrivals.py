@@ -23,12 +23,12 @@ class Arrivals:
         admission: Admission,
         cohort: Sequence[int],
         weight: Callable[[int, int], float],
-        change: Callable[[Values], Values] = dict,
+        averaged: Callable[[UntrustedUpdate], Values],
     ) -> None:
-        """weight   of a client, given its number and how many samples it has
-        change   done to an accepted update, before it is added up
+        """weight     of a client, given its number and how many samples it has
+        averaged   what is added up of an accepted update
         """
-        self.admission, self.weight, self.change = admission, weight, change
+        self.admission, self.weight, self.averaged = admission, weight, averaged
         self.position = {client: position for position, client in enumerate(cohort)}
         self.mean = Mean()
         self.refused: dict[int, Refused] = {}
@@ -65,7 +65,7 @@ class Arrivals:
             return None
         self.refused.pop(client, None)
         position, weight = self.position[client], self.weight(client, update.samples)
-        self.mean.add(position, self.change(dict(update.values)), weight, update.loss)
+        self.mean.add(position, self.averaged(update), weight, update.loss)
         return update
 
     def refuse(self, client: int, reason: Refused) -> None:

@@ -42,7 +42,9 @@ from prefed.flower.kept_state import NEVER
 from prefed.flower.nodes import Nodes, Partitions
 from prefed.flower.replies import exchange
 from prefed.flower.wire import pack, unpack_message
+from prefed.rules import State
 from prefed.training.admission import Admission, Refused, UntrustedUpdate, expected
+from prefed.training.messages import to_mean
 from prefed.training.observers import Callback
 from prefed.training.round import Server, first_kept, traffic
 from prefed.training.run import Run
@@ -117,7 +119,7 @@ class FlowerTrainer(Trainer):
         admission = Admission(
             specs, server.round, clients, samples=samples, norm_cap=options.norm_cap
         )
-        arrivals = Arrivals(admission, clients, self.settings.weight, self.algorithm.before_mean)
+        arrivals = Arrivals(admission, clients, self.settings.weight, self._averaged)
         broadcast = pack(server.broadcast(self.algorithm))
         needed = max(1, math.ceil(options.min_fraction * len(clients)))
         for attempt in range(1 + options.retries):
@@ -137,11 +139,16 @@ class FlowerTrainer(Trainer):
             + "\n".join(arrivals.reasons())
         )
 
+    def _averaged(self, update: UntrustedUpdate) -> State:
+        """Its number of samples has been checked, and the steps follow from it."""
+        steps = torch.tensor([self.settings.steps(update.samples)], dtype=torch.float64)
+        return to_mean(self.algorithm, dict(update.values), steps)
+
     def _arrived(self, server: Server, arrivals: Arrivals) -> Arrived:
         values, loss = arrivals.mean.result()
         values = {name: value.to(self.task.device) for name, value in values.items()}
         self.admitted = sorted(arrivals.admission.admitted)
-        came = traffic(self.algorithm, server, len(self.admitted), self.settings.local_steps)
+        came = traffic(self.algorithm, server, len(self.admitted), 0)
         record: Record = {key: n for key, n in came.items() if key.startswith("bytes_up")}
         if arrivals.refused:
             record["refused"] = {str(c): str(r) for c, r in sorted(arrivals.refused.items())}

@@ -94,9 +94,7 @@ def local_train(
     began = store.read(context.node_id, asked.after, kept_specs) if keeps else None
     kept = {} if began is None else {0: {n: v.to(start.device) for n, v in began.items()}}
 
-    update = local_update(
-        algorithm, server, _Block(flat, steps, loss or by_targets), kept, len(steps)
-    )
+    update = local_update(algorithm, server, _Block(flat, steps, loss or by_targets), kept)
     change = update.values["weights"][0].clone()
     flat.weights.copy_(start).add_(change)
     flat.buffers.check()
@@ -224,7 +222,7 @@ class _Block(Block):
     """One client, on batches that the user made."""
 
     def __init__(self, flat: FlatModel, batches: Sequence[Batch], loss: Loss) -> None:
-        self.clients: Sequence[int] = [0]
+        self.clients, self.steps = [0], [len(batches)]
         self.layout = flat.layout
         self.flat, self.batches, self.loss = flat, batches, loss
         self.weights, self.gradient = flat.weights[None], flat.gradient[None]

@@ -42,9 +42,13 @@ from prefed.flower.privacy import CentralDP
 from prefed.flower.replies import exchange
 from prefed.flower.statedict import StateDict
 from prefed.flower.wire import pack, unpack
-from prefed.rules import SGD
+from prefed.rules import SGD, State
 from prefed.training.admission import LARGEST_COUNT, Admission, Refused, UntrustedUpdate, expected
-from prefed.training.round import Server, check_sharing, server_update
+from prefed.training.messages import from_mean, to_mean
+from prefed.training.round import LOCAL_STEPS, Server, check_sharing, server_update
+
+FAR = 100
+"""Times the median: a number of local steps beyond it is not believed."""
 
 RecordType = ArrayRecord | MetricRecord | ConfigRecord
 MetricsOf = Callable[[list[RecordDict], str], MetricRecord]
@@ -56,7 +60,7 @@ class Strategy(FlowerStrategy):
 
     algorithm            any prefed algorithm whose clients do not meet in every step
     local_steps          how many steps clients take, for algorithms that divide by it, such as
-                         PreFedOpt (per_step); None is what they say in the metric "local-steps"
+                         PreFedOpt (per_step); None is what each says in the metric "local-steps"
     weighting            by "samples", as Flower does, or "uniform"
     seed                 of the cohorts
     ask_partitions       draw cohorts by partition id: needs prefed.flower.tell_partition(app)
@@ -198,11 +202,16 @@ class Strategy(FlowerStrategy):
         )
         by_samples = self.weighting == "samples"
         weight = lambda client, samples: float(samples) if by_samples else 1.0  # noqa: E731
-        change = self.algorithm.before_mean if self.privacy is None else self.privacy.clip
-        self.arrivals, self._metrics = Arrivals(admission, cohort, weight, change), {}
+        self.arrivals, self._metrics = Arrivals(admission, cohort, weight, self._averaged), {}
         config["server-round"] = server_round
         self._round = arrays, config
         return self._messages(cohort)
+
+    def _averaged(self, update: UntrustedUpdate) -> State:
+        steps = torch.tensor([float(update.steps or self.local_steps or 1)], dtype=torch.float64)
+        if self.privacy is not None:
+            return self.privacy.clip(dict(update.values)) | {LOCAL_STEPS: steps}
+        return to_mean(self.algorithm, dict(update.values), steps)
 
     def _messages(self, clients: list[int]) -> list[Message]:
         """One message for each client: the model, the user's config, and what our own
@@ -254,7 +263,7 @@ class Strategy(FlowerStrategy):
             self.privacy.spend(asked)
         population = max(len(self.members.nodes), asked)
         contents = [self._metrics[c] for c in arrivals.position if c in self._metrics]
-        steps = self._steps(contents)
+        steps = self._steps(from_mean(mean), contents)
         self._warn_of_own_training(contents)
         server_update(self.algorithm, server, mean, steps, admitted / population)
         self.after |= dict.fromkeys(arrivals.admission.admitted, server_round - 1)
@@ -279,7 +288,8 @@ class Strategy(FlowerStrategy):
                 values |= unpack(content.get(p.STATE), sent)
             loss, round = found.get(p.LOSS, 0.0), found.get(p.TRAINED, server.round)
             samples = _whole(found.get(self.weighted_by_key))
-            return UntrustedUpdate(client, round, samples, loss, values)
+            steps = said_steps(content) if self._learns_steps else None
+            return UntrustedUpdate(client, round, samples, loss, values, steps)
 
         if arrivals.take(client, read) is not None:
             self._metrics[client] = RecordDict({"metrics": found})
@@ -319,16 +329,23 @@ class Strategy(FlowerStrategy):
     def _learns_steps(self) -> bool:
         return self._needs_steps and self.local_steps is None
 
-    def _steps(self, contents: list[RecordDict]) -> int:
-        """The number of local steps of a round: as given, or the median of what the clients say,
-        which no single one of them can move far."""
+    def _steps(self, mean: float, contents: list[RecordDict]) -> float:
+        """The mean number of local steps, without what is far above the median: no single client
+        can move it far."""
         said = [n for content in contents if (n := said_steps(content)) is not None]
-        if self.local_steps is None:
-            return statistics.median_low(said) if self._needs_steps else 1
-        if self._needs_steps and any(n != self.local_steps for n in said):
-            log(WARNING, "local_steps is %d, and clients say that they took %d to %d",
-                self.local_steps, min(said), max(said))  # fmt: skip
-        return self.local_steps
+        if not self._needs_steps or not said:
+            return mean
+        if self.local_steps is not None:
+            if any(n != self.local_steps for n in said):
+                log(WARNING, "local_steps is %d, and clients say that they took %d to %d",
+                    self.local_steps, min(said), max(said))  # fmt: skip
+            return mean
+        most = FAR * statistics.median_low(said)
+        if max(said) <= most:
+            return mean
+        log(WARNING, "a client says that it took %d local steps, and others about %d: it is not "
+            "counted", max(said), most // FAR)  # fmt: skip
+        return statistics.fmean(n for n in said if n <= most)
 
     def _warn_of_own_training(self, contents: list[RecordDict]) -> None:
         """In the first round, of a rule on the clients that is not followed and not missed."""
@@ -350,7 +367,7 @@ class Strategy(FlowerStrategy):
             weights, buffers = self.shape.read(arrays)
             check_sharing(self.algorithm, self.shape.layout)
             self.server = Server.start(self.algorithm, self.shape.layout, weights, buffers)
-            self._needs_steps = depends_on_steps(self.algorithm, self.shape.layout.size)
+            self._needs_steps = depends_on_steps(self.algorithm, self.server)
             if self.privacy is not None and self._learns_steps:
                 raise PrefedError(
                     f"local_steps: {type(self.algorithm).__name__} divides by it, and what clients "
@@ -548,12 +565,17 @@ def said_steps(content: RecordDict) -> int | None:
     return None
 
 
-def depends_on_steps(algorithm: Algorithm, size: int) -> bool:
+def depends_on_steps(algorithm: Algorithm, server: Server) -> bool:
     """Whether the server needs to know how many local steps the clients took."""
     if any(policy.kind == "derived" for policy in algorithm.sharing().values()):
         return True
-    one, two = (algorithm.pseudo_gradient(torch.ones(size), steps) for steps in (1, 2))
-    return not torch.equal(one, two)
+    sent = {name: torch.ones_like(value) for name, value in server.values(algorithm).items()}
+    found = []
+    for steps in (1, 2):
+        values = to_mean(algorithm, sent, torch.tensor([float(steps)], dtype=torch.float64))
+        change = values["weights"].to(server.weights.dtype, copy=True)
+        found.append(algorithm.pseudo_gradient(change, steps))
+    return not torch.equal(*found)
 
 
 def mean_metrics(contents: list[RecordDict], weighted_by: str) -> MetricRecord:

@@ -47,6 +47,8 @@ class UntrustedUpdate:
     samples: Any
     loss: Any
     values: Mapping[str, Any]
+    steps: Any = None
+    """The local steps, where they are not known here."""
 
 
 class Refused(Exception):

@@ -1,31 +1,50 @@
 """The batches of one client in one round. Every engine takes them from here, so that they are the
 same in all of them."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from prefed.core import draws
-from prefed.data.federated import Augment
-from prefed.data.samples import Samples
+from prefed.data.federated import Augment, FederatedData
+from prefed.data.samples import LazySamples, Samples
 from prefed.training.settings import Settings
 
 DRAWS = {"replacement": draws.batches, "epochs": draws.epochs}
 
+TOGETHER = 1 << 24
+"""Numbers in the inputs that are gathered at a time: 64 MB of float32."""
 
-def sample_numbers(
-    settings: Settings, round: int, clients: Sequence[int], sizes: Sequence[int]
-) -> Tensor:
-    """Which of their samples these clients use, one local step's after another (C, steps x batch
-    size). Not for the full batch."""
+
+def local_steps(settings: Settings, data: FederatedData, clients: Sequence[int]) -> list[int]:
+    """Of each of these clients. What is made on demand is not made for it, if all take the same."""
+    if settings.local_steps is not None:
+        return [settings.local_steps] * len(clients)
+    return [settings.steps(len(data.client(client))) for client in clients]
+
+
+def parts(settings: Settings, samples: int) -> list[slice]:
+    """Where the batch of each step lies among the samples that a client draws in a round."""
+    size = settings.batch_size
+    if size is None:
+        return [slice(None)] * settings.steps(samples)
+    if settings.local_epochs is None:
+        return [slice(k * size, (k + 1) * size) for k in range(settings.steps(samples))]
+    starts = range(0, samples, size)[: settings.steps(samples) // settings.local_epochs]
+    return [
+        slice(first + start, first + min(start + size, samples))
+        for first in range(0, settings.local_epochs * samples, samples)
+        for start in starts
+    ]
+
+
+def sample_numbers(settings: Settings, round: int, client: int, samples: int) -> draws.Numbers:
+    """Which of its samples a client uses, where `parts` says. Not for the full batch."""
     assert settings.batch_size is not None
-    draw, count = DRAWS[settings.batches], settings.local_steps * settings.batch_size
-    drawn = np.empty((len(clients), count), np.int64)
-    for row, client, samples in zip(drawn, clients, sizes, strict=True):
-        row[:] = draw(settings.seed, round, client, samples, count)
-    return torch.from_numpy(drawn)
+    count = (settings.local_epochs or 0) * samples or settings.steps(samples) * settings.batch_size
+    return DRAWS[settings.batches](settings.seed, round, client, samples, count)
 
 
 def augmented(
@@ -36,7 +55,7 @@ def augmented(
 
 
 class Batches:
-    """batches[k] is (x, y) of step k, on the device; they are gathered once, at the start."""
+    """batches[k] is (x, y) of step k, on the device. They are gathered many at a time."""
 
     def __init__(
         self,
@@ -48,23 +67,39 @@ class Batches:
         device: torch.device | None = None,
     ) -> None:
         self.client, self.round, self.settings, self.augment = client, round, settings, augment
-        if settings.batch_size is None:
-            self.x, self.y = samples.all()
-        else:
-            self.x, self.y = samples.take(
-                sample_numbers(settings, round, [client], [len(samples)])[0]
-            )
-        if device is not None:
-            self.x, self.y = self.x.to(device), self.y.to(device)
+        self.samples, self.device = samples, device
+        self.parts = parts(settings, len(samples))
+        self.steps = range(0)
+        """The steps whose batches lie in x and y, from number `first` of the drawn samples on."""
+        if settings.batch_size is not None:
+            self.numbers = torch.from_numpy(sample_numbers(settings, round, client, len(samples)))
 
-    def part(self, k: int) -> slice:
-        """Where the batch of step k lies in x and y."""
-        size = self.settings.batch_size
-        return slice(None) if size is None else slice(k * size, (k + 1) * size)
+    def __len__(self) -> int:
+        return len(self.parts)
 
     def __getitem__(self, k: int) -> tuple[Tensor, Tensor]:
-        part = self.part(k)
+        if k not in self.steps:
+            self._gather(k)
+        part = self.parts[k]
+        if part.stop is not None:
+            part = slice(part.start - self.first, part.stop - self.first)
         x, y = self.x[part], self.y[part]
         if self.augment is not None:
             x = augmented(self.augment, x, self.settings, self.round, self.client, k)
         return x, y
+
+    def _gather(self, k: int) -> None:
+        """Put the batches of step k, and of as many after it as TOGETHER holds, into x and y."""
+        samples = self.samples
+        if self.settings.batch_size is None:
+            self.steps, (x, y) = range(len(self.parts)), samples.all()
+        else:
+            if isinstance(samples, LazySamples):  # read each sample once a pass, or once a round
+                most = len(samples) if self.settings.local_epochs else len(self.numbers)
+            else:
+                most = TOGETHER // max(1, samples.x[:1].numel())
+            self.first = self.parts[k].start
+            last = bisect_right(self.parts, self.first + most, k + 1, key=lambda part: part.stop)
+            self.steps = range(k, last)
+            x, y = samples.take(self.numbers[self.first : self.parts[last - 1].stop])
+        self.x, self.y = (x, y) if self.device is None else (x.to(self.device), y.to(self.device))

@@ -129,11 +129,11 @@ class ClientEvaluation:
             run, trainer = self.run, self.run.trainer
             assert isinstance(trainer, LocalTrainer)
             assert trainer.choice is not None, "prepare() comes first"
-            own = {
-                "local_steps": self.settings.finetune_steps,
-                "seed": draws.torch_seed(self.settings.seed, "fine-tuning"),
-            }
-            settings, task = self.settings.model_copy(update=own), run.task.copy(run.data)
+            steps = self.settings.finetune_steps
+            assert steps is not None
+            seed = draws.torch_seed(self.settings.seed, "fine-tuning")
+            settings = self.settings.with_steps(steps).model_copy(update={"seed": seed})
+            task = run.task.copy(run.data)
             choice = trainer.choice
             count = min(choice.workers, len(run.data))  # more would have nothing to do
             self._tuning = Workers(choice.engine, count, task, run.data, settings)

@@ -51,8 +51,10 @@ class Mean:
         self.clients += len(weights)
         level, ours = 0, False
         if any(weight != 1 for weight in weights):
-            column = next(iter(values.values())).new_tensor(weights)
-            values = {n: v * column.view(-1, *[1] * (v.dim() - 1)) for n, v in values.items()}
+            values = {
+                name: value * value.new_tensor(weights).view(-1, *[1] * (value.dim() - 1))
+                for name, value in values.items()
+            }
             losses = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
             ours = True
         while weights:

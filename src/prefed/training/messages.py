@@ -6,9 +6,11 @@
 A message is exactly the bytes that are counted: `receive` refuses any other.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
@@ -17,7 +19,7 @@ from prefed.core import draws
 from prefed.core.errors import PrefedError
 from prefed.core.layout import Layout
 from prefed.rules import State
-from prefed.training.round import LOST, Kept, Server, Update, codec_of
+from prefed.training.round import LOCAL_STEPS, LOST, Kept, Server, Update, codec_of
 
 Message = dict[str, Parts]
 """For each value that is sent, the parts its codec makes of it, with a row for each client."""
@@ -74,6 +76,20 @@ def _check(name: str, parts: Parts, way: Codec, layout: Layout, like: Tensor) ->
         raise PrefedError(f"{name}: a message should have the parts {form}, not {found}")
 
 
+def to_mean(algorithm: Algorithm, values: State, steps: Tensor) -> State:
+    """What is averaged of the values that clients sent, who took so many local steps: float64, (1)
+    for a client or (C, 1)."""
+    return algorithm.before_mean(values | {LOCAL_STEPS: steps}) | {LOCAL_STEPS: steps}
+
+
+def from_mean(mean: State) -> float:
+    """Take the mean number of local steps out of a mean. Where all clients took equally many, it is
+    that number, whatever the rounding of their weights."""
+    steps = float(mean.pop(LOCAL_STEPS))
+    return round(steps) if math.isclose(steps, round(steps), rel_tol=1e-12) else steps
+
+
 def averaged(algorithm: Algorithm, server: Server) -> State:
     """Names, types and shapes of the values that are averaged in this round."""
-    return algorithm.before_mean(server.values(algorithm))
+    one = server.weights.new_ones(1, dtype=torch.float64)
+    return to_mean(algorithm, server.values(algorithm), one)

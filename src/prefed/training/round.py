@@ -1,14 +1,15 @@
 """A round is two functions, and nothing else in the project knows what a round is.
 
-    local_update    broadcast -> K steps on a block of clients -> update
+    local_update    broadcast -> local steps on a block of clients -> update
     server_update   mean of the updates -> new global state
 
 Engines decide where and for how many clients at a time local_update runs.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -31,6 +32,9 @@ counters, the local steps behind statistics that are kept."""
 
 PERSONAL = "personal"
 """Kept by a client: its part of the weights; and, with a field's name behind it, of that field."""
+
+LOCAL_STEPS = "local_steps"
+"""Among the values that are averaged: how many local steps each client took, as float64."""
 
 LOST = "lost"
 """Kept by a client whose codec has error feedback: what it has not sent yet of its changes."""
@@ -103,6 +107,20 @@ class Update:
     """Stays with the clients."""
     losses: Tensor
     """Of each client (C): the mean over its steps."""
+    steps: Sequence[int]
+    """The local steps of each client."""
+
+    def in_order(self, places: Sequence[int]) -> "Update":
+        """Row i becomes row places[i]."""
+        if [*places] == [*range(len(places))]:
+            return self
+        rows = torch.tensor(places, device=self.losses.device).argsort()
+        values, kept = (
+            {name: value.index_select(0, rows) for name, value in held.items()}
+            for held in (self.values, self.kept)
+        )
+        steps = [self.steps[row] for row in rows.tolist()]
+        return Update(values, kept, self.losses.index_select(0, rows), steps)
 
 
 class Point(Protocol):
@@ -121,13 +139,16 @@ class Block(ABC):
     """Some clients of the cohort (C of them), as an engine holds them while they train."""
 
     clients: Sequence[int]
+    steps: Sequence[int]
+    """The local steps of each, never more than those of the client before it."""
     layout: Layout
     weights: Tensor
     gradient: Tensor
 
     @abstractmethod
     def differentiate(self, k: int) -> Tensor:
-        """Fill `gradient` from the batches of step k; the losses (C)."""
+        """Fill `gradient` from the batches of step k; the losses (C). Of clients that take no such
+        step, neither is read."""
 
     @abstractmethod
     def state(self, name: str, field: Field) -> Tensor:
@@ -148,25 +169,39 @@ class Block(ABC):
         """The client rule, in the arithmetic that suits the engine."""
         return algorithm.client_rule().fit(self.layout).fused(self.weights)
 
-    def run_steps(
-        self, algorithm: Algorithm, rule: Rule, state: State, lr: float, steps: int
-    ) -> Tensor:
-        """K local steps, in place. Returns the sum of each client's losses (C)."""
+    def run_steps(self, algorithm: Algorithm, rule: Rule, state: State, lr: float) -> Tensor:
+        """The local steps, in place. Returns the sum of each client's losses (C)."""
         losses = self.weights.new_zeros(len(self.clients))
-        for k in range(steps):
-            losses += self.differentiate(k)
-            local_step(algorithm, rule, self, state, lr, k)
+        first = 0
+        for clients in range(len(self.clients), 0, -1):  # those that are still at it
+            last = self.steps[clients - 1]
+            point: Point = self
+            if clients < len(self.clients):
+                state = {name: value[:clients] for name, value in state.items()}
+                point = FirstRows(self, clients)
+            for k in range(first, last):
+                losses[:clients] += self.differentiate(k)[:clients]
+                local_step(algorithm, rule, point, state, lr, k)
+            first = last
         return losses
+
+
+class FirstRows:
+    """The first clients of a block, where the others have taken all their steps."""
+
+    def __init__(self, block: Block, clients: int) -> None:
+        self.weights, self.gradient = block.weights[:clients], block.gradient[:clients]
+
+    def cohort_mean(self, rows: Tensor) -> Tensor:
+        raise PrefedError("clients that meet in every step take equally many")
 
 
 def policy(algorithm: Algorithm, field: str) -> Policy:
     return algorithm.sharing().get(field, reset())
 
 
-def local_update(
-    algorithm: Algorithm, server: Server, block: Block, kept: Kept, steps: int
-) -> Update:
-    """K local steps from the server's state, on each client of the block."""
+def local_update(algorithm: Algorithm, server: Server, block: Block, kept: Kept) -> Update:
+    """The local steps from the server's state, on each client of the block."""
     w, size = block.weights, server.layout.size
     lr = at(algorithm.client_lr, server.round)
     rule = algorithm.in_turns(block.rule(algorithm), size)
@@ -197,25 +232,41 @@ def local_update(
 
     began = w[:, size:].clone()
     rule.begin(w, state)
-    losses = block.run_steps(algorithm, rule, state, lr, steps)
-    rule.finish(w, state, lr, steps)
+    losses = block.run_steps(algorithm, rule, state, lr)
+    for rows, steps in _alike(block.steps):
+        rule.finish(w[rows], {name: value[rows] for name, value in state.items()}, lr, steps)
 
     stays = {n: state[n] for n in fields if policy(algorithm, n).kind == "keep"}
     if server.personal.numel():
         own = {n: state[n][:, size:] for n in shared}
         if any(policy(algorithm, n).kind == "derived" for n in own):
-            own |= algorithm.derive(w[:, size:] - began, own, lr, steps)
+            change, found = w[:, size:] - began, []
+            for rows, steps in _alike(block.steps):
+                its = {name: value[rows] for name, value in own.items()}
+                found.append(algorithm.derive(change[rows], its, lr, steps))
+            own |= {name: torch.cat([part[name] for part in found]) for name in found[0]}
         stays |= {PERSONAL: w[:, size:]} | {f"{PERSONAL}.{n}": own[n] for n in shared}
     w[:, :size].sub_(server.weights)
+    steps_taken = torch.tensor(block.steps, device=w.device)
     sent = {n: state[n] for n in fields if policy(algorithm, n).sent(server.round)}
     sent |= {n: state[n][:, :size].contiguous() for n in sent if n in shared}
     match algorithm.statistics:
         case "average":
             sent[BUFFERS] = block.read_buffers()
         case "keep" if server.buffers.numel():
-            stays |= {BUFFERS: block.read_buffers(), STEPS: behind + steps}
+            stays |= {BUFFERS: block.read_buffers(), STEPS: behind + steps_taken}
     change = w[:, :size].contiguous()
-    return Update(values={"weights": change} | sent, kept=stays, losses=losses / steps)
+    values = {"weights": change} | sent
+    return Update(values, kept=stays, losses=losses / steps_taken, steps=block.steps)
+
+
+def _alike(steps: Sequence[int]) -> Iterator[tuple[slice, int]]:
+    """The rows that take equally many steps, and how many."""
+    first = 0
+    for count, same in groupby(steps):
+        last = first + sum(1 for _ in same)
+        yield slice(first, last), count
+        first = last
 
 
 def _personal(
@@ -270,16 +321,17 @@ def local_step(
 
 
 def server_update(
-    algorithm: Algorithm, server: Server, mean: State, steps: int, participation: float
+    algorithm: Algorithm, server: Server, mean: State, steps: float, participation: float
 ) -> None:
     """One step of the server rule with the clients' mean change, in place. Uses `mean` up.
 
-    participation is the share of all clients that the mean speaks for.
+    steps          the local steps behind it: where clients take unequally many, their mean
+    participation  the share of all clients that the mean speaks for
     """
     mean = algorithm.after_mean(mean)
     if BUFFERS in mean:
         server.buffers.copy_(mean[BUFFERS])
-        server.steps += steps
+        server.steps += round(steps)
     for name, held in server.shared.items():
         if name not in mean:
             continue

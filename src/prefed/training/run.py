@@ -22,6 +22,7 @@ from prefed.training.client_evaluation import ClientEvaluation
 from prefed.training.diagnostics import CollapseWatch, diagnose
 from prefed.training.goals import Best, Goal, Stopper
 from prefed.training.identity import identity
+from prefed.training.messages import from_mean
 from prefed.training.metrics import Metrics
 from prefed.training.observers import Callback, Observers
 from prefed.training.ranks import make_trainer
@@ -80,6 +81,11 @@ class Run:
             )
         if settings.quorum > (asked := settings.clients_per_round or len(data)):
             raise PrefedError(f"quorum: {settings.quorum} is more than the {asked} of a cohort")
+        if settings.local_epochs is not None and algorithm.client_rule().lockstep:
+            raise PrefedError(
+                f"local_epochs: clients of {type(algorithm).__name__} meet in every step, so all "
+                f"of them take equally many; set local_steps"
+            )
         self.algorithm, self.data, self.settings = algorithm, data, settings
         device = choose_device(settings.device)
         kind = settings.channels_last, settings.precision
@@ -89,7 +95,7 @@ class Run:
             self.task.check(data)
             check_sharing(algorithm, flat.shared)
             check_personal(algorithm, flat)
-            check_in_place(algorithm, flat, settings.local_steps)
+            check_in_place(algorithm, flat, settings.steps(len(data.client(0))))
         self._evaluation_threads = threads_for(EVALUATION_BATCH * self.task.operations(data))
         self.trainer = make_trainer(algorithm, self.task, data, settings)
         self.server = Server.start(algorithm, flat.shared, flat.weights, flat.read_buffers())
@@ -241,7 +247,10 @@ class Run:
             if not arrived.is_finite:
                 what = "weights are" if math.isfinite(arrived.loss) else "training loss is"
                 raise self._diverged(record, start, f"the {what} not finite")
-            self._step(arrived)
+            steps = from_mean(arrived.mean)
+            if settings.local_epochs is not None:
+                record["local_steps"] = steps
+            self._step(arrived, steps)
             if not self.is_whole:
                 raise self._diverged(record, start, "the weights are not finite")
         else:
@@ -280,7 +289,7 @@ class Run:
         return draws.cohort(self.settings.seed, self.server.round, len(self.data), size)
 
     def _new_record(self, round: int, cohort: list[int], answers: list[int]) -> Record:
-        algorithm, steps = self.algorithm, self.settings.local_steps
+        algorithm, steps = self.algorithm, self.settings.local_steps or 0
         record: Record = {
             "round": round + 1,
             "train_loss": math.nan,
@@ -295,12 +304,12 @@ class Run:
             record["dropped"] = sorted({*cohort} - {*answers})
         return record
 
-    def _step(self, arrived: Arrived) -> None:
+    def _step(self, arrived: Arrived, steps: float) -> None:
         """The server's step, which changes its state in place."""
         self.is_whole = False
         self.trainer.keep(self.server, arrived)
         share = arrived.clients / len(self.data)
-        server_update(self.algorithm, self.server, arrived.mean, self.settings.local_steps, share)
+        server_update(self.algorithm, self.server, arrived.mean, steps, share)
         self.is_whole = bool(self.server.weights.isfinite().all())
 
     def _evaluate_if_due(
@@ -344,7 +353,7 @@ class Run:
         if "steps" not in tensors and "buffers" in tensors:  # from before constants stayed at home
             tensors["buffers"] = self.task.flat.buffers.from_before(tensors["buffers"])
             rounds = sum("skipped" not in record for record in history)
-            tensors["steps"] = torch.tensor(rounds * self.settings.local_steps)
+            tensors["steps"] = torch.tensor(rounds * (self.settings.local_steps or 0))
         here = self.snapshot()
         saved = {name: check_fits(name, tensors, value) for name, value in here.items()}
         self.trainer.load_state(tensors, engine)

@@ -1,7 +1,8 @@
 """How a run goes: everything about it that is not the algorithm, the model or the data."""
 
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -42,13 +43,19 @@ class Settings(BaseModel):
     clients_per_round: PositiveInt | None = None
     """The size of a cohort, which is drawn anew in each round; None (in a config "all") is all
     clients."""
-    local_steps: PositiveInt
-    """Gradient steps of each client in a round (K in the paper)."""
+    local_steps: PositiveInt | None = None
+    """Gradient steps of each client in a round (K in the paper); this, or local_epochs."""
+    local_epochs: PositiveInt | None = None
+    """Passes of each client over its samples in a round, in place of local_steps: clients with more
+    samples take more steps."""
+    drop_last: bool = False
+    """Leave out the short batch at the end of a pass of local_epochs, where there is a whole one
+    before it."""
     batch_size: PositiveInt | None = 32
     """Samples in the batch of a step; None (in a config "full") is all samples of the client."""
     batches: Literal["replacement", "epochs"] = "replacement"
     """Samples are drawn with "replacement" in each step, as in the paper, or in shuffled passes
-    over the client's samples ("epochs")."""
+    over the client's samples ("epochs"), as they always are with local_epochs."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     """Of every random draw."""
     weighting: Weighting = "uniform"
@@ -100,6 +107,18 @@ class Settings(BaseModel):
     def _with_new_names(cls, table: Any) -> Any:
         return with_new_names(table, cls.RENAMED)
 
+    @model_validator(mode="after")
+    def _steps_or_epochs(self) -> Self:
+        if (self.local_steps is None) == (self.local_epochs is None):
+            if self.local_steps is None:
+                raise ValueError("local_steps: is required; or set local_epochs in its place")
+            raise ValueError("local_steps: cannot stand beside local_epochs; take one of them")
+        if self.drop_last and self.local_epochs is None:
+            raise ValueError("drop_last: is for local_epochs; batches of local_steps are whole")
+        if self.local_epochs is not None:
+            object.__setattr__(self, "batches", "epochs")
+        return self
+
     @field_validator("clients_per_round", "batch_size", "evaluate_clients", mode="before")
     @classmethod
     def _from_word(cls, value: Any) -> Any:
@@ -128,7 +147,21 @@ class Settings(BaseModel):
         table = {
             name: value for name, value in plain(self.model_dump()).items() if value not in ([], {})
         }
+        if self.local_epochs is None:
+            del table["drop_last"]
         return {"batch_size": "full", **table} if self.batch_size is None else table
+
+    def steps(self, samples: int) -> int:
+        """The local steps of a client with so many samples."""
+        if self.local_epochs is None:
+            return self.local_steps or 0
+        size = self.batch_size or samples
+        batches = samples // size if self.drop_last else math.ceil(samples / size)
+        return self.local_epochs * max(1, batches)
+
+    def with_steps(self, steps: int) -> Self:
+        """The same with so many local steps for each client."""
+        return self.model_copy(update={"local_steps": steps, "local_epochs": None})
 
     def weight(self, client: int, samples: int) -> float:
         """The weight of a client with this number of samples in every mean over the cohort."""

@@ -18,7 +18,7 @@ from . import shapes
 Array = npt.NDArray[np.float64]
 Pair = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 Gradient = Callable[[Array, npt.NDArray[Any], npt.NDArray[Any]], tuple[float, Array]]
-Batches = Callable[[int, int], npt.NDArray[Any]]
+Batches = Callable[[int, int], Sequence[npt.NDArray[Any]]]
 State = dict[str, Any]
 Options = dict[str, Any]
 
@@ -95,6 +95,7 @@ DEFAULTS: dict[str, Options] = {
     "prefedsync": {"beta2": 0.9, "tau": 1e-3, "accumulate": "sum"},
     "scaffold": {},
     "fedprox": {"mu": 0.01},
+    "fednova": {"client_momentum": 0.0, "server_momentum": 0.0},
 }
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -144,7 +145,7 @@ class Task:
 
     grad: Gradient
     clients: Sequence[Pair]
-    steps: int
+    steps: int | None
     batches: Batches | None
     weighting: str | Sequence[float]
     n_clients: int
@@ -152,14 +153,23 @@ class Task:
     weight_decay: float
 
     def local_data(self, t: int, i: int) -> list[Pair]:
-        """Give the K batches (x, y) of client i in round t; without batches all its samples."""
+        """Give the batches (x, y) of client i in round t; without batches all its samples."""
         x, y = self.clients[i]
         if self.batches is None:
+            assert self.steps is not None
             return [(x, y) for _ in range(self.steps)]
-        indices = np.asarray(self.batches(t, i))
-        if indices.ndim != 2 or len(indices) != self.steps:
-            raise ValueError(f"batches must have shape (steps, batch), not {indices.shape}")
-        return [(x[indices[k]], y[indices[k]]) for k in range(self.steps)]
+        indices = self.batches(t, i)
+        if self.steps is not None and len(indices) != self.steps:
+            raise ValueError(f"there must be {self.steps} batches, not {len(indices)}")
+        return [(x[numbers], y[numbers]) for numbers in indices]
+
+    def count(self, t: int, i: int) -> int:
+        """Give the number of local steps of client i in round t."""
+        return len(self.local_data(t, i))
+
+    def mean_count(self, t: int, cohort: Sequence[int]) -> float:
+        """Give K: the weighted mean of the numbers of local steps."""
+        return float(self.mean(cohort, [self.count(t, i) for i in cohort]))
 
     def gradient(self, w: Array, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> tuple[float, Array]:
         """Give the batch loss and the gradient at w: clipped first, then with weight decay."""
@@ -230,7 +240,7 @@ class Algorithm:
             loss_i = 0.0
             for x, y in self.task.local_data(t, i):
                 loss, g = self.task.gradient(w_i, x, y)
-                loss_i += loss / self.task.steps
+                loss_i += loss / self.task.count(t, i)
                 buffer = momentum * buffer + g
                 w_i = w_i - lr * buffer
             deltas.append(w_i - w)
@@ -261,6 +271,30 @@ class FedAvg(Algorithm):
         return w - self.server_lr(t) * step, loss
 
 
+class FedNova(FedAvg):
+    """Wang et al., "Tackling the Objective Inconsistency Problem", equation 7.
+
+    a_i holds the coefficients of the gradients of client i in its change: with momentum rho the
+    gradient of step k is in the steps k, ..., tau - 1, by rho^0 + ... + rho^(tau - 1 - k).
+    """
+
+    def round(self, t: int, w: Array, cohort: Sequence[int]) -> tuple[Array, float]:
+        """tau_eff times the mean of the normalised changes, then FedAvg's server."""
+        rho, lengths, normalised, losses = self.options["client_momentum"], [], [], []
+        for i in cohort:
+            tau = self.task.count(t, i)
+            a_i = [sum(rho**j for j in range(tau - k)) for k in range(tau)]
+            delta, loss = self.sgd_clients(t, w, [i], rho)
+            lengths.append(sum(a_i))
+            normalised.append(delta / sum(a_i))
+            losses.append(loss)
+        step = -self.task.mean(cohort, lengths) * self.task.mean(cohort, normalised)
+        if "momentum" in self.server:
+            step = self.options["server_momentum"] * self.server["momentum"] + step
+            self.server["momentum"] = step
+        return w - self.server_lr(t) * step, self.task.mean(cohort, losses)
+
+
 class FedProx(Algorithm):
     """Li et al., "Federated Optimization in Heterogeneous Networks": proximal local steps."""
 
@@ -275,7 +309,7 @@ class FedProx(Algorithm):
             loss_i = 0.0
             for x, y in self.task.local_data(t, i):
                 loss, g = self.task.gradient(w_i, x, y)
-                loss_i += loss / self.task.steps
+                loss_i += loss / self.task.count(t, i)
                 w_i = w_i - lr * (g + mu * (w_i - w))
             deltas.append(w_i - w)
             losses.append(loss_i)
@@ -293,7 +327,6 @@ class Scaffold(Algorithm):
     def round(self, t: int, w: Array, cohort: Sequence[int]) -> tuple[Array, float]:
         """Corrected local steps; c moves by |S| / N times the mean change of the c_i."""
         lr = self.client_lr(t)
-        steps = self.task.steps
         c = self.shared["c"]
         deltas = []
         changes = []
@@ -304,9 +337,9 @@ class Scaffold(Algorithm):
             loss_i = 0.0
             for x, y in self.task.local_data(t, i):
                 loss, g = self.task.gradient(w_i, x, y)
-                loss_i += loss / steps
+                loss_i += loss / self.task.count(t, i)
                 w_i = w_i - lr * (g + c - c_i)
-            c_i_new = c_i - c + (w - w_i) / (steps * lr)
+            c_i_new = c_i - c + (w - w_i) / (self.task.count(t, i) * lr)
             self.kept[i] = {"c_i": c_i_new}
             deltas.append(w_i - w)
             changes.append(c_i_new - c_i)
@@ -418,7 +451,7 @@ class AdaAlter(Algorithm):
             loss_i = 0.0
             for k, (x, y) in enumerate(self.task.local_data(t, i), start=1):
                 loss, g = self.task.gradient(w_i, x, y)
-                loss_i += loss / self.task.steps
+                loss_i += loss / self.task.count(t, i)
                 v_i = v_i + g**2
                 if self.options["frozen"]:
                     w_i = w_i - lr * g / np.sqrt(v_sync + k * tau**2)
@@ -440,55 +473,57 @@ class AdaAlter(Algorithm):
 class LocalAdam(Algorithm):
     """Adam (Kingma and Ba, algorithm 1) in the clients' steps.
 
-    n counts the steps behind m and v: those of this round ("reset"), of all rounds ("average",
-    where every client has taken part in the mean with the same n) or of client i ("keep").
+    With n steps behind them the masses of m and v are 1 - beta1^n and 1 - beta2^n. They go the way
+    of m and v: where clients take unequally many steps, the mean of m has the mean of the masses.
     """
 
     def first(self) -> State:
-        """Give m, v and the number of steps behind them before the first step."""
-        return {"m": np.zeros(self.d), "v": np.full(self.d, float(self.options["v0"]))}
+        """Give m, v and their masses before the first step."""
+        v0 = float(self.options["v0"])
+        return {"m": np.zeros(self.d), "v": np.full(self.d, v0), "m_mass": 0.0, "v_mass": 0.0}
 
     def start(self) -> None:
         """Start the averages."""
-        self.steps_of: dict[int, int] = {}
         if self.options["state"] == "average":
-            self.shared.update(self.first())
+            self.shared.update(self.seen(self.first()))
+
+    def seen(self, state: State) -> State:
+        """Without the masses, if there is no bias correction."""
+        names = ("m", "v", "m_mass", "v_mass") if self.options["bias_correction"] else ("m", "v")
+        return {name: state[name] for name in names}
 
     def round(self, t: int, w: Array, cohort: Sequence[int]) -> tuple[Array, float]:
         """Local Adam, then the mean of w and (state "average") of m and v."""
         lr, tau, how = self.client_lr(t), self.options["tau"], self.options["state"]
         beta1, beta2 = self.options["beta1"], self.options["beta2"]
-        deltas, ms, vs, losses = [], [], [], []
+        deltas, ends, losses = [], [], []
         for i in cohort:
-            begin = self.shared if how == "average" else self.kept.get(i, self.first())
-            m, v = begin["m"], begin["v"]
-            n = t * self.task.steps if how == "average" else self.steps_of.get(i, 0)
+            begin = self.shared if how == "average" else self.kept.get(i, {})
+            now = {**self.first(), **begin}
             w_i = w.copy()
             loss_i = 0.0
             for x, y in self.task.local_data(t, i):
                 loss, g = self.task.gradient(w_i, x, y)
-                loss_i += loss / self.task.steps
-                n += 1
-                m = beta1 * m + (1.0 - beta1) * g
-                v = beta2 * v + (1.0 - beta2) * g**2
-                m_hat, v_hat = m, v
+                loss_i += loss / self.task.count(t, i)
+                now["m"] = beta1 * now["m"] + (1.0 - beta1) * g
+                now["v"] = beta2 * now["v"] + (1.0 - beta2) * g**2
+                now["m_mass"] = 1.0 - beta1 * (1.0 - now["m_mass"])
+                now["v_mass"] = 1.0 - beta2 * (1.0 - now["v_mass"])
+                m_hat, v_hat = now["m"], now["v"]
                 if self.options["bias_correction"]:
-                    m_hat, v_hat = m / (1.0 - beta1**n), v / (1.0 - beta2**n)
+                    m_hat, v_hat = m_hat / now["m_mass"], v_hat / now["v_mass"]
                 if self.options["tau_inside"]:
                     w_i = w_i - lr * m_hat / np.sqrt(v_hat + tau**2)
                 else:
                     w_i = w_i - lr * m_hat / (np.sqrt(v_hat) + tau)
             if how == "keep":
-                self.kept[i], self.steps_of[i] = {"m": m, "v": v}, n
-                if self.options["bias_correction"]:
-                    self.kept[i] |= {"m_mass": 1.0 - beta1**n, "v_mass": 1.0 - beta2**n}
+                self.kept[i] = self.seen(now)
             deltas.append(w_i - w)
-            ms.append(m)
-            vs.append(v)
+            ends.append(self.seen(now))
             losses.append(loss_i)
         if how == "average":
-            self.shared["m"] = self.task.mean(cohort, ms)
-            self.shared["v"] = self.task.mean(cohort, vs)
+            for name in self.shared:
+                self.shared[name] = self.task.mean(cohort, [end[name] for end in ends])
         delta = self.task.mean(cohort, deltas)
         return w + self.server_lr(t) * delta, self.task.mean(cohort, losses)
 
@@ -617,7 +652,7 @@ class PreFed(Algorithm):
         loss_i = 0.0
         for x, y in self.task.local_data(t, i):
             loss, g = self.task.gradient(w_i, x, y)
-            loss_i += loss / self.task.steps
+            loss_i += loss / self.task.count(t, i)
             m = beta1 * m + (1.0 - beta1) * g
             p = preconditioner.add(p, g - m)
             m_mass = beta1 * m_mass + (1.0 - beta1)
@@ -662,7 +697,9 @@ class PreFed(Algorithm):
             delta = self.task.mean(cohort, products) / self.task.mean(cohort, roots) - w
         if self.options["momentum"] == "derived":
             self.shared["m"] = (
-                -self.root(self.shared) * delta / (self.client_lr(t) * self.task.steps)
+                -self.root(self.shared)
+                * delta
+                / (self.client_lr(t) * self.task.mean_count(t, cohort))
             )
             if self.options["bias_correction"]:
                 self.shared["m_mass"] = 1.0
@@ -691,7 +728,7 @@ class PreFedOpt(Algorithm):
         beta2 = self.options["beta2"]
         state = self.server
         delta, loss = self.sgd_clients(t, w, cohort)
-        g = -delta / self.task.steps if self.options["per_step"] else -delta
+        g = -delta / self.task.mean_count(t, cohort) if self.options["per_step"] else -delta
         state["m"] = beta1 * state["m"] + (1.0 - beta1) * g
         state["P"] = self.preconditioner.add(state["P"], g - state["m"])
         m_hat = state["m"]
@@ -724,6 +761,7 @@ class PreFedSync(Algorithm):
         w_of = {i: w.copy() for i in cohort}
         p_of = {i: self.shared["P"].copy() for i in cohort}
         loss_of = dict.fromkeys(cohort, 0.0)
+        assert self.task.steps is not None
         for k in range(self.task.steps):
             g_of = {}
             for i in cohort:
@@ -762,6 +800,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "prefedsync": PreFedSync,
     "scaffold": Scaffold,
     "fedprox": FedProx,
+    "fednova": FedNova,
 }
 
 
@@ -772,17 +811,17 @@ def run(
     w0: Array,
     clients: Sequence[Pair],
     cohorts: Sequence[Sequence[int]],
-    steps: int,
+    steps: int | None,
     *,
     batches: Batches | None = None,
     weighting: str | Sequence[float] = "uniform",
     n_clients: int,
 ) -> Trace:
-    """Run one algorithm for len(cohorts) rounds of `steps` local steps.
+    """Run one algorithm for len(cohorts) rounds of `steps` local steps; None: of unequally many.
 
     grad(w, x, y) gives (loss, gradient); cohorts holds the client ids of each round;
-    batches(round, client) gives the sample indices as an array (steps, batch), called once
-    per round and client; without it every step uses all samples of the client. client_lr and
+    batches(round, client) gives the sample indices of each step; without it every step uses all
+    samples of the client. client_lr and
     server_lr are numbers or functions of the round, counted from 0.
     """
     full = complete(name, options)

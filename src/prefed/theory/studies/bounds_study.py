@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
+from prefed.core.errors import PrefedError
 from prefed.core.schedule import at
 from prefed.experiments.config import Config, load
 from prefed.report.figures import Line, draw_lines
@@ -54,7 +55,8 @@ class Plan:
 
     @classmethod
     def of(cls, config: Config, clients: int) -> "Plan":
-        K = config.local_steps
+        if (K := config.local_steps) is None:
+            raise PrefedError("local_steps: is required; the bounds are for equally many steps")
         return cls(
             T=min(config.rounds, ROUNDS),
             K=K,

@@ -17,6 +17,7 @@ from functools import partial
 from prefed.algorithms import Algorithm
 from prefed.core.machine import threads_for, torch_threads, usable_threads
 from prefed.data import FederatedData
+from prefed.training.batches import local_steps
 from prefed.training.engines.engine import train_block
 from prefed.training.engines.vectorised import Vectorised
 from prefed.training.engines.workers import Workers
@@ -89,7 +90,8 @@ def choose(
     threads = 1 if settings.workers > 1 else threads_of(task, data, settings)
     if settings.engine != "auto":
         return Choice(settings.engine, settings.workers, threads)
-    work = settings.rounds * settings.local_steps * len(cohort) * task.flat.layout.size
+    in_round = sum(local_steps(settings, data, cohort))
+    work = settings.rounds * in_round * task.flat.layout.size
     if work < SHORT:
         return Choice("sequential", settings.workers, threads)
     found = candidates(task, data, settings, algorithm, len(cohort))
@@ -98,12 +100,12 @@ def choose(
 
     def measure(choice: Choice, most: float = math.inf) -> float:
         """Seconds per local step; infinity, and no more work, once it is sure to be over `most`."""
+        brief = settings.with_steps(steps) if steps else settings
         if choice not in pools:
-            brief = settings.model_copy(update={"local_steps": steps})
             pools[choice] = Workers(choice.engine, choice.workers, task, data, brief)
         pool = pools[choice]
         blocks = pool.blocks(algorithm, cohort)[: BLOCKS * choice.workers]
-        count = steps * sum(len(clients) for _, clients in blocks)
+        count = sum(sum(local_steps(brief, data, clients)) for _, clients in blocks)
         train = partial(train_block, algorithm, server, kept, settings.seed)
         with torch_threads(choice.threads), closing(pool.updates(train, blocks)) as updates:
             start = time.perf_counter()
@@ -113,11 +115,11 @@ def choose(
         return (time.perf_counter() - start) / count
 
     pools: dict[Choice, Workers] = {}
-    steps, quickest = min(STEPS, settings.local_steps), math.inf
+    steps, quickest = min(STEPS, in_round // len(cohort)), math.inf  # 0: all of them
     alone = [choice for choice in found if choice.workers == settings.workers]
     for choice in alone:  # also fills caches and allocates memory
         quickest = min(quickest, measure(choice, SLOW_START * quickest))
-    a_round = quickest * settings.local_steps * len(cohort)
+    a_round = quickest * in_round
     a_run = a_round * settings.rounds
     if a_run < BRIEF_RUN:
         found = alone
@@ -125,7 +127,7 @@ def choose(
         if choice not in alone:
             measure(choice, SLOW_START * quickest)
     if a_round < BRIEF:
-        steps, pools = settings.local_steps, {}
+        steps, pools = 0, {}
     passes = PASSES if a_run > BRIEF_RUN else 1
     times = dict.fromkeys(found, math.inf)
     close, began = found, time.perf_counter()

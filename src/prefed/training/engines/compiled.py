@@ -4,7 +4,7 @@ For long runs of small models. Compiling takes half a minute at the start of a r
 finds the kernels of an earlier run in its cache (TORCHINDUCTOR_CACHE_DIR). It needs a C++ compiler,
 and is off unless it is asked for: engine = "auto" does not try it.
 
-Models with BatchNorm or its like, full batches of unequal size, and step sizes that change with the
+Models with BatchNorm or its like, clients with unequal batches, and step sizes that change with the
 round run as in the vectorised engine.
 """
 
@@ -24,7 +24,7 @@ from prefed.core.layout import Entry, Layout
 from prefed.data import FederatedData
 from prefed.rules import Rule, State
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
-from prefed.training.engines.stacked_batches import Group
+from prefed.training.engines.stacked_batches import Group, Stack
 from prefed.training.engines.vectorised import Vectorised, VectorisedBlock, or_sequential
 from prefed.training.round import local_step
 from prefed.training.settings import Settings
@@ -63,9 +63,9 @@ class Compiled(Vectorised):
         return COMPILING
 
     def make_block(
-        self, clients: Sequence[int], groups: list[Group], seeds: list[int]
+        self, clients: Sequence[int], steps: list[int], stacks: list[Stack], seeds: list[int]
     ) -> VectorisedBlock:
-        return CompiledBlock(self, clients, groups, seeds)
+        return CompiledBlock(self, clients, steps, stacks, seeds)
 
     def _steps(
         self,
@@ -123,7 +123,13 @@ class CompiledBlock(VectorisedBlock):
                 stacklevel=2,
             )
             return False
-        return len(self.groups) == 1 and not self.buffers and self.engine.simple(self.groups[0])
+        return self.group is not None and self.engine.simple(self.group, self.group.y)
+
+    @property
+    def group(self) -> Group | None:
+        """All clients, if their batches are alike and the compiler can have them."""
+        only = self.stacks[0] if len(self.stacks) == 1 and not self.buffers else None
+        return only if isinstance(only, Group) else None
 
     def rule(self, algorithm: Algorithm) -> Rule:
         """The plain lines: it is the compiler that fuses them."""
@@ -131,12 +137,10 @@ class CompiledBlock(VectorisedBlock):
             return super().rule(algorithm)
         return algorithm.client_rule().fit(self.layout)
 
-    def run_steps(
-        self, algorithm: Algorithm, rule: Rule, state: State, lr: float, steps: int
-    ) -> Tensor:
-        if not self.is_compiled(algorithm):
-            return super().run_steps(algorithm, rule, state, lr, steps)
-        device, group = self.engine.task.device, self.groups[0]
+    def run_steps(self, algorithm: Algorithm, rule: Rule, state: State, lr: float) -> Tensor:
+        if (group := self.group) is None or not self.is_compiled(algorithm):
+            return super().run_steps(algorithm, rule, state, lr)
+        device, steps = self.engine.task.device, self.steps[0]
         losses = self.weights.new_zeros(len(self.clients))
         parts = min(PARTS, -(-steps // MOST))
         for part in range(parts):

@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import torch
+
 from prefed.algorithms import Algorithm
 from prefed.core.errors import PrefedError, did_you_mean
 from prefed.core.registry import Registry
 from prefed.data import FederatedData
-from prefed.training.messages import receive, upload
+from prefed.training.messages import receive, to_mean, upload
 from prefed.training.round import Kept, Server, Update
 from prefed.training.settings import Settings
 from prefed.training.task import Task
@@ -55,7 +57,9 @@ def train_block(
     clients: Sequence[int],
 ) -> Update:
     """A block of clients, from the broadcast to what the server averages."""
-    update = engine.update(algorithm, server, clients, kept)  # K local steps
+    update = engine.update(algorithm, server, clients, kept)  # local steps
     message, stays = upload(algorithm, server, update, clients, kept, seed)  # encoded
     values = receive(algorithm, server, message)  # decoded, on the server
-    return replace(update, values=algorithm.before_mean(values), kept=stays)
+    steps = torch.tensor(update.steps, dtype=torch.float64, device=server.weights.device)
+    values = to_mean(algorithm, values, steps.unsqueeze(1))
+    return replace(update, values=values, kept=stays)

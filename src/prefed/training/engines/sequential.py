@@ -29,7 +29,7 @@ class Sequential:
     ) -> Update:
         self.task.flat.module.train()
         block = _Block(self, clients, server.round)
-        update = local_update(algorithm, server, block, kept, self.settings.local_steps)
+        update = local_update(algorithm, server, block, kept)
         self.task.flat.buffers.check()
         return update
 
@@ -51,6 +51,7 @@ class _Block(Block):
             Batches(s, c, round, engine.settings, engine.data.augment, self.task.device)
             for s, c in zip(samples, clients, strict=True)
         ]
+        self.steps = [len(batches) for batches in self.batches]
         self.seeds = self.task.seeds(engine.settings.seed, round, clients)
         weight = engine.settings.weight
         shares = [weight(c, len(s)) for c, s in zip(clients, samples, strict=True)]
@@ -61,7 +62,7 @@ class _Block(Block):
         for row, batches in enumerate(self.batches):
             if not self.alone:
                 flat.weights.copy_(self.weights[row])
-                flat.write_buffers(self.buffers[row], self.steps[row] + k)
+                flat.write_buffers(self.buffers[row], self.behind[row] + k)
             losses.append(self.task.gradient(*batches[k], self.seeds[row] + k))
             if not self.alone:
                 self.gradient[row].copy_(flat.gradient)
@@ -78,7 +79,7 @@ class _Block(Block):
         return self.task.flat.read_buffers()[None] if self.alone else self.buffers
 
     def write_buffers(self, buffers: Tensor, steps: Tensor) -> None:
-        self.buffers, self.steps = buffers, steps
+        self.buffers, self.behind = buffers, steps
         if self.alone:
             self.task.flat.write_buffers(buffers[0], steps[0])
 

@@ -1,9 +1,11 @@
 """The batches of a block of clients, stacked so that one operation serves all of them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +15,19 @@ from prefed.data import FederatedData, Samples
 from prefed.data.samples import LazySamples
 from prefed.training.batches import Batches, sample_numbers
 from prefed.training.settings import Settings
+
+Part = tuple[slice | Tensor, Tensor, Tensor]
+"""Rows of a block, and their x and y (n, batch, ...)."""
+
+
+class Stack(Protocol):
+    """Clients of a block whose batches are stacked together."""
+
+    def batches(self, k: int) -> Iterator[Part]:
+        """Those of step k, which some clients may not have any more."""
+
+    def ignores(self, y: Tensor) -> bool:
+        """Some of the targets are labels of no class."""
 
 
 @dataclass(frozen=True)
@@ -26,23 +41,45 @@ class Group:
     y: Tensor
     size: int | None = None
     """Samples in a batch; None if every step uses all of x and y."""
-    batches: list[Batches] = field(default_factory=list)
-    """Of each client, if they are augmented: each in its own way."""
 
     @cached_property
-    def ignores(self) -> bool:
-        """Some of the targets are labels of no class."""
-        return are_labels(self.y) and bool((self.y < 0).any())
+    def _ignores(self) -> bool:
+        return _some_ignored(self.y)
+
+    def ignores(self, y: Tensor) -> bool:
+        return self._ignores
 
     def batch(self, k: int) -> tuple[Tensor, Tensor]:
         """x and y of step k, (n, batch, ...)."""
-        if self.batches:
-            pairs = [batches[k] for batches in self.batches]
-            return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
         if self.size is None:
             return self.x, self.y
         part = slice(k * self.size, (k + 1) * self.size)
         return self.x[:, part], self.y[:, part]
+
+    def batches(self, k: int) -> Iterator[Part]:
+        yield self.rows, *self.batch(k)
+
+
+@dataclass(frozen=True)
+class Unequal:
+    """Clients whose batches differ in number, in size, or in how they are augmented: those of one
+    step and size are stacked when it comes. None takes more steps than the one before it."""
+
+    clients: list[Batches]
+
+    def ignores(self, y: Tensor) -> bool:
+        return _some_ignored(y)
+
+    def batches(self, k: int) -> Iterator[Part]:
+        alike: dict[torch.Size, list[tuple[int, Tensor, Tensor]]] = {}
+        for row, batches in enumerate(self.clients):
+            if k >= len(batches):
+                break
+            x, y = batches[k]
+            alike.setdefault(x.shape, []).append((row, x, y))
+        for found in alike.values():
+            rows, xs, ys = zip(*found, strict=True)
+            yield _rows(rows), torch.stack(xs), torch.stack(ys)
 
 
 def gather(
@@ -52,28 +89,34 @@ def gather(
     settings: Settings,
     most: int,
     device: torch.device,
-) -> list[Group]:
-    """Groups of at most `most` clients. With drawn batches all clients are alike; with full
-    batches those of one size are grouped, since a loss cannot be told to leave padding out."""
-    if settings.batch_size is not None and data.augment is None:
+) -> list[Stack]:
+    """Stacks of at most `most` clients, if their batches are alike. A loss cannot be told to leave
+    padding out, so full batches are grouped by size."""
+    sizes, size = [len(data.client(c)) for c in clients], settings.batch_size
+    equal = settings.local_epochs is None or (len({*sizes}) == 1 and sizes[0] % (size or 1) == 0)
+    if size is not None and equal and data.augment is None:
         return [
             _drawn(data, clients, slice(start, start + most), round, settings, device)
             for start in range(0, len(clients), most)
         ]
     augment = data.augment
     batches = [Batches(data.client(c), c, round, settings, augment, device) for c in clients]
-    alike: dict[tuple[torch.Size, torch.Size], list[int]] = {}
-    for row, b in enumerate(batches):
-        alike.setdefault((b.x.shape, b.y.shape), []).append(row)
-    groups = []
+    if size is not None or augment is not None:
+        return [Unequal(batches)]
+    alike: dict[int, list[int]] = {}
+    for row, samples in enumerate(sizes):
+        alike.setdefault(samples, []).append(row)
+    groups: list[Stack] = []
     for members in alike.values():
         for start in range(0, len(members), most):
             part = members[start : start + most]
-            x = torch.stack([batches[row].x for row in part])
-            y = torch.stack([batches[row].y for row in part])
-            own = [batches[r] for r in part] if augment else []
-            groups.append(Group(_rows(part), x, y, settings.batch_size, own))
+            xs, ys = zip(*(batches[row][0] for row in part), strict=True)
+            groups.append(Group(_rows(part), torch.stack(xs), torch.stack(ys)))
     return groups
+
+
+def _some_ignored(y: Tensor) -> bool:
+    return are_labels(y) and bool((y < 0).any())
 
 
 def _drawn(
@@ -88,7 +131,8 @@ def _drawn(
     clients = clients[rows]
     samples = [data.client(c) for c in clients]
     sizes = [len(s) for s in samples]
-    drawn = sample_numbers(settings, round, clients, sizes)
+    numbers = [sample_numbers(settings, round, *of) for of in zip(clients, sizes, strict=True)]
+    drawn = torch.from_numpy(np.stack(numbers))
     first, indices = samples[0], [s.index for s in samples if s.index is not None]
     if len(indices) == len(samples) and all(s.is_of(first) for s in samples):
         starts = torch.tensor([0, *sizes[:-1]]).cumsum(0).unsqueeze(1)
@@ -118,7 +162,7 @@ def _kind(samples: Samples) -> tuple[object, ...]:
     return x.shape[1:], y.shape[1:], x.dtype, y.dtype
 
 
-def _rows(members: list[int]) -> slice | Tensor:
+def _rows(members: Sequence[int]) -> slice | Tensor:
     """Neighbours as a slice, which costs no copy."""
     first, last = members[0], members[-1]
-    return slice(first, last + 1) if last - first < len(members) else torch.tensor(members)
+    return slice(first, last + 1) if last - first < len(members) else torch.tensor([*members])

@@ -6,7 +6,7 @@ weights of a client through its own loss alone.
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -17,11 +17,12 @@ from prefed.core.losses import WITH_CLASSES, are_labels
 from prefed.core.machine import total_memory
 from prefed.data import FederatedData
 from prefed.rules import Field
+from prefed.training.batches import local_steps
 from prefed.training.engines.block_losses import by_vmap, gradients_of, losses_of
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
 from prefed.training.engines.linear_chains import Differentiate
 from prefed.training.engines.sequential import Sequential
-from prefed.training.engines.stacked_batches import Group, gather
+from prefed.training.engines.stacked_batches import Group, Stack, gather
 from prefed.training.keyed_dropout import keys
 from prefed.training.round import Block, Kept, Server, Update, local_update
 from prefed.training.settings import Settings
@@ -87,9 +88,9 @@ class Vectorised:
         needed = 4 * MEMORY_PER_STATE * max(1, numbers) * flat.weights.itemsize
         return max(1, total_memory(flat.weights.device) // needed)
 
-    def simple(self, group: Group) -> bool:
+    def simple(self, stack: Stack, y: Tensor) -> bool:
         """Every target counts in the loss, as the fast ways have it; vmap knows better."""
-        return self.task.loss not in WITH_CLASSES or not group.ignores
+        return self.task.loss not in WITH_CLASSES or not stack.ignores(y)
 
     def direct_gradients(self, y: Tensor) -> Differentiate | None:
         """Gradients without autograd, if there is a way for such targets."""
@@ -99,14 +100,17 @@ class Vectorised:
         self, algorithm: Algorithm, server: Server, clients: Sequence[int], kept: Kept
     ) -> Update:
         self.task.flat.module.train()
+        steps = local_steps(self.settings, self.data, clients)
+        order = sorted(range(len(clients)), key=lambda row: -steps[row])  # as a block wants them
+        clients, steps = [clients[row] for row in order], [steps[row] for row in order]
         seeds = self.task.seeds(self.settings.seed, server.round, clients)
-        groups = gather(
+        stacks = gather(
             self.data, clients, server.round, self.settings, self.most_clients, self.task.device
         )
-        block = self.make_block(clients, groups, seeds)
-        update = local_update(algorithm, server, block, kept, self.settings.local_steps)
+        block = self.make_block(clients, steps, stacks, seeds)
+        update = local_update(algorithm, server, block, kept)
         self.task.flat.buffers.check()
-        return update
+        return update.in_order(order)
 
     def why_not(self) -> str | None:
         """Why this engine cannot train the model: one gradient is compared with autograd's."""
@@ -124,7 +128,7 @@ class Vectorised:
             expected = torch.cat([flat.gradient, flat.read_buffers()])
             flat.write_buffers(buffers, zero[0])
             pair = Group(slice(0, 2), torch.stack([x, x]), torch.stack([y, y]))
-            block = self.make_block([0, 0], [pair], [0, 0])
+            block = self.make_block([0, 0], [1, 1], [pair], [0, 0])
             block.weights.copy_(flat.weights)
             block.write_buffers(buffers.expand(2, -1), zero)
             block.differentiate(0)
@@ -139,9 +143,9 @@ class Vectorised:
         return None if off <= tolerance * scale else "vmap gives other gradients than autograd"
 
     def make_block(
-        self, clients: Sequence[int], groups: list[Group], seeds: list[int]
+        self, clients: Sequence[int], steps: list[int], stacks: list[Stack], seeds: list[int]
     ) -> "VectorisedBlock":
-        return VectorisedBlock(self, clients, groups, seeds)
+        return VectorisedBlock(self, clients, steps, stacks, seeds)
 
     def workspace(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """An uninitialised tensor (C, ...) that is reused from block to block and round to
@@ -154,9 +158,15 @@ class Vectorised:
 
 class VectorisedBlock(Block):
     def __init__(
-        self, engine: Vectorised, clients: Sequence[int], groups: list[Group], seeds: list[int]
+        self,
+        engine: Vectorised,
+        clients: Sequence[int],
+        steps: list[int],
+        stacks: list[Stack],
+        seeds: list[int],
     ) -> None:
-        self.engine, self.clients, self.groups, self.seeds = engine, clients, groups, seeds
+        self.engine, self.clients, self.steps = engine, clients, steps
+        self.stacks, self.seeds = stacks, seeds
         flat = engine.task.flat
         self.layout = flat.layout
         shape = (len(clients), self.layout.size)
@@ -173,18 +183,26 @@ class VectorisedBlock(Block):
         """Of dropout in step k."""
         return keys([seed + k for seed in self.seeds], self.engine.task.device)
 
+    def batches(self, k: int) -> Iterator[tuple[Stack, slice | Tensor, Tensor, Tensor]]:
+        """Of step k, with the rows that they are of."""
+        for stack in self.stacks:
+            for part in stack.batches(k):
+                yield stack, *part
+
     def differentiate(self, k: int) -> Tensor:
         task, key = self.engine.task, self.keys(k)
         losses = self.weights.new_empty(len(self.clients))
-        for group in self.groups:
-            rows, (x, y) = group.rows, group.batch(k)
+        for stack, rows, x, y in self.batches(k):
             x, y = x.to(task.device), y.to(task.device)
-            simple = self.engine.simple(group)
+            simple = self.engine.simple(stack, y)
             direct = self.engine.direct_gradients(y) if simple else None
-            if isinstance(rows, slice) and direct is not None:
+            if direct is not None:
                 weights = {n: v[rows] for n, v in self.parameters.items()}
                 gradients = {n: v[rows] for n, v in self.gradients.items()}
                 losses[rows] = direct(weights, gradients, x, y)
+                if not isinstance(rows, slice):  # they were copied
+                    for n, gradient in gradients.items():
+                        self.gradients[n][rows] = gradient
                 continue
             leaves = {n: p[rows].detach().requires_grad_() for n, p in self.parameters.items()}
             buffers = {n: b[rows] for n, b in self.buffers.items()}
