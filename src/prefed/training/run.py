@@ -133,9 +133,6 @@ class Run:
                 f"evaluate_clients: {self.settings.evaluate_clients} is more than the "
                 f"{len(self.data)} clients there are"
             )
-        if not self.trainer.has_clients:
-            log.warning("clients are not evaluated one by one: their samples are elsewhere")
-            return None
         return ClientEvaluation(self)
 
     def _set_goals(self) -> None:
