@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -152,7 +152,7 @@ def test_an_accuracy_that_nobody_asked_for_is_refused(tmp_path: Path) -> None:
     @evaluations
     def lie(node: int, message: Message, reply: Message) -> Message:
         if p.about_key(2) in reply.content:
-            reply.content[p.about_key(2)][p.ACCURACY] = 0.5
+            cast(MetricRecord, reply.content[p.about_key(2)])[p.ACCURACY] = 0.5
         return reply
 
     data = {**HELD_OUT, "target": "input"}
@@ -180,7 +180,7 @@ def test_samples_that_only_nodes_have(tmp_path: Path) -> None:
     counts: list[int] = []
 
     def listen(node: int, message: Message, reply: Message) -> Message:
-        counts.extend(int(r[p.SAMPLES]) for k, r in reply.content.items() if k.startswith("about"))
+        counts.extend(cast(Any, r[p.SAMPLES]) for r in reply.content.metric_records.values())
         return reply
 
     def own(context: Context) -> Any:
@@ -212,7 +212,7 @@ def test_the_best_model_and_resume(tmp_path: Path) -> None:
     asked: list[int] = []
 
     def listen(node: int, message: Message, reply: Message) -> Message:
-        asked.append(int(message.content[p.ASK][p.ROUND]))
+        asked.append(cast(Any, message.content[p.ASK][p.ROUND]))
         if asked.count(2) == 1 and len(asked) == 4:
             raise KeyboardInterrupt
         return reply
