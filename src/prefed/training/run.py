@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from prefed.algorithms import Algorithm
 from prefed.core import draws
 from prefed.core.errors import Diverged, Interrupted, PrefedError
-from prefed.core.losses import ignored_label
+from prefed.core.losses import by_targets, ignored_label, is_one_of, squared_error
 from prefed.core.machine import threads_for, torch_threads
 from prefed.core.schedule import at
 from prefed.data import FederatedData
@@ -105,7 +105,8 @@ class Run:
         self._collapse = CollapseWatch(algorithm)
         self.client_evaluation = self._client_evaluation()
         """How clients are evaluated one by one; None if they are not."""
-        self.metrics = Metrics(settings.metrics, device, ignored_label(self.task.loss))
+        numbers = is_one_of(self.task.loss, (by_targets, squared_error))
+        self.metrics = Metrics(settings.metrics, device, ignored_label(self.task.loss), numbers)
         self.best: Best | None = None
         """The round with the best model, if it is to be kept."""
         self._best_state: dict[str, Tensor] = {}
