@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -305,3 +306,108 @@ def test_random_split_of_torch() -> None:
     assert [len(data.client(c)) for c in range(2)] == [20, 28]
     x, _ = data.client(1).take(torch.tensor([5]))
     assert torch.equal(x[0], X[parts[1].indices[5]])
+
+
+class WithTargets(Rows):
+    """As those of torchvision; `more` is added to a target when it is read."""
+
+    def __init__(self, y: Any, more: int = 0) -> None:
+        super().__init__(X, y)
+        self.targets, self.more = y.tolist(), more
+
+    def __getitem__(self, number: int) -> tuple[Any, Any]:
+        x, y = super().__getitem__(number)
+        return x, y + self.more
+
+
+def wrong(number: int, label: int = 7) -> torch.Tensor:
+    y = Y.clone()
+    y[number] = label
+    return y
+
+
+def columns(y: torch.Tensor) -> Any:
+    return datasets.Dataset.from_dict({"features": X.tolist(), "label": y.tolist()})
+
+
+# Sample 31 is that of client 1 with the number 5.
+IN_ONE = "sample 31 of its data set has the label 7, but the model has outputs for labels 0 to 2"
+MISLABELLED: dict[str, tuple[Callable[[], prefed.FederatedData], str]] = {
+    "Subset": (
+        lambda: prefed.FederatedData([Subset(Rows(X, wrong(31)), p.tolist()) for p in PARTS]),
+        "clients[1]: sample 5 of its data set has the label 7",
+    ),
+    "one Dataset and parts": (
+        lambda: prefed.FederatedData(Rows(X, wrong(31)), parts=PARTS), f"clients[1]: {IN_ONE}"
+    ),
+    "held out": (
+        lambda: prefed.FederatedData(Rows(X, wrong(31)), parts=PARTS).hold_out(0.5),
+        f"s[1]: {IN_ONE}",
+    ),
+    "made on demand": (
+        lambda: prefed.FederatedData([(X, Y)] * 6, client_tests=[Rows(X[:5], wrong(3))] * 6),
+        "client_tests[0]: sample 3 of its data set has the label 7",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("batch", [None, 100])
+@pytest.mark.parametrize("source", MISLABELLED)
+def test_a_label_of_no_class_is_told_when_it_is_read(
+    source: str, batch: int | None, engine: str
+) -> None:
+    make, words = MISLABELLED[source]
+    settings = {"batch_size": batch, "engine": engine, "clients_per_round": None}
+    with pytest.raises(prefed.PrefedError, match=re.escape(words)):
+        train(make(), **settings)
+
+
+TOLD: dict[str, Callable[[Any], prefed.FederatedData]] = {
+    "targets": lambda y: prefed.FederatedData(
+        [Subset(WithTargets(y), part.tolist()) for part in PARTS]
+    ),
+    "targets and parts": lambda y: prefed.FederatedData(WithTargets(y), parts=PARTS),
+    "a column": lambda y: prefed.FederatedData(
+        [columns(y).with_format("torch").select(part) for part in PARTS], **COLUMNS
+    ),
+    "a column and parts": lambda y: prefed.FederatedData(columns(y), parts=PARTS, **COLUMNS),
+    "held out": lambda y: prefed.FederatedData(
+        [columns(y).select(part) for part in PARTS], **COLUMNS
+    ).hold_out(0.2),
+}
+
+
+@pytest.mark.parametrize("label", [3, -1])
+@pytest.mark.parametrize("source", TOLD)
+def test_labels_that_are_at_hand_are_checked_before_the_first_round(
+    source: str, label: int
+) -> None:
+    settings = prefed.Settings(rounds=1, local_steps=1, device="cpu")
+    model = tiny_model(dtype=torch.float32)
+    data = TOLD[source](wrong(31, label))
+    with pytest.raises(prefed.PrefedError, match=rf"^clients\[1\]: sample .* label {label}, but"):
+        prefed.Run(prefed.FedAvg(client_lr=0.1), model, data, settings)
+    prefed.Run(prefed.FedAvg(client_lr=0.1), model, TOLD[source](Y), settings)
+
+
+def test_a_column_costs_no_reading_and_samples_go_before_it() -> None:
+    whole = WithTargets(Y)
+    prefed.FederatedData(whole, parts=PARTS).check(classes=3)
+    assert whole.read == []
+    moved = WithTargets(Y + 1, more=-1)  # labels from 1 on, which it makes ours
+    found = train(prefed.FederatedData(moved, parts=PARTS), engine="sequential")
+    assert torch.equal(
+        found.weights, train(SOURCES["arrays and parts"](), engine="sequential").weights
+    )
+    unused = [part[part != 31] for part in PARTS]
+    train(prefed.FederatedData(WithTargets(wrong(31)), parts=unused))
+
+
+def test_labels_that_count_nowhere_and_losses_of_ones_own() -> None:
+    data = prefed.FederatedData(WithTargets(wrong(31, -100)), parts=PARTS)
+    loss = torch.nn.functional.cross_entropy
+    train(data, loss=loss)
+    train(data, loss=lambda output, y: loss(output, y.clamp(min=0)))
+    with pytest.raises(prefed.PrefedError, match="label -100, but"):
+        train(data)

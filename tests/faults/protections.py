@@ -232,6 +232,18 @@ PROTECTIONS = [
         ("training/admission.py", "if known is not None and samples != known:", "if False:"),
     ),
     protection(
+        "deployed: an accuracy is one",
+        "tests/flower/test_flower_evaluation.py::"
+        "test_a_refused_score_is_as_if_its_client_were_not_there[an accuracy of 1.5]",
+        ("flower/server.py", "not isinstance(accuracy, float) or not 0 <= accuracy <= 1:",
+         "not isinstance(accuracy, float):"),
+    ),
+    protection(
+        "a label of no class is not trained on",
+        "tests/data/test_samples.py::test_a_label_of_no_class_is_told_when_it_is_read[Subset-None-sequential]",
+        ("data/samples.py", "            self.labels.check(y, numbers)\n", "            pass\n"),
+    ),
+    protection(
         "deployed: an update counts once", "tests/training/test_hostile_updates.py::test_twice_is_once",
         ("training/admission.py", "if client in self.admitted:", "if False:"),
     ),

@@ -267,7 +267,10 @@ def test_clients_that_take_unequally_many_steps(name: str, weighting: Any, tmp_p
         made = Batches(tiny_data().client(number), number, round, settings)
         mine = [made[k] for k in range(len(made))]
         samples = len(tiny_data().client(number))
-        return prefed.flower.local_train(message, context, tiny_model(), mine, samples=samples)
+        answer: Message = prefed.flower.local_train(
+            message, context, tiny_model(), mine, samples=samples
+        )
+        return answer
 
     strategy = getattr(prefed.flower, name)(
         client_lr=0.01, weighting=weighting, **options, **WITHOUT_STEPS
@@ -579,9 +582,108 @@ def test_batches_that_are_not_pairs(tmp_path: Path) -> None:
         run(prefed.flower.PreFed(fraction_evaluate=0.0, retries=0), tiny_grid(app, tmp_path), 1)
 
 
-def test_parts_that_stay_are_refused() -> None:
-    with pytest.raises(PrefedError, match=r"FedPer\.personal: .*prefed deploy"):
-        prefed.flower.FedPer(client_lr=LR)
+PERSONAL: list[dict[str, Any]] = [
+    {"name": "FedPer"}, {"name": "FedRep", "personal": ("body.0.*",)}, {"name": "FedBN"},
+    {"name": "PreFed", "personal": ("@last",), "momentum": "derived"},
+    {"name": "PreFed", "personal": ("norm.*", "body.*.bias"), "momentum": "keep"},
+    {"name": "SCAFFOLD", "personal": ("*.bias",)},
+    {"name": "FedAdam", "personal": ("@norm",), "statistics": "keep"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", PERSONAL, ids=str)
+def test_parts_that_stay(options: dict[str, Any], tmp_path: Path) -> None:
+    """As in simulation: the model of the server, and that of each client where it is evaluated.
+    What a client sends in place of its own part is what it got."""
+    options = {"client_lr": 0.01, **options}
+    name, app = options.pop("name"), tiny_app(arrays(), "local_train", make=WithBuffers)
+    found: dict[int, Any] = {}
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Any) -> Message:
+        model = WithBuffers().eval()
+        prefed.flower.load_model(message, context, model)
+        assert not model.training
+        found[context.node_config["partition-id"]] = model.state_dict()
+        metrics = MetricRecord({"num-examples": 1})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    first = WithBuffers().state_dict()
+    sent: list[dict[str, torch.Tensor]] = []
+
+    def listen(node: int, message: Message, reply: Message) -> Message:
+        sent.extend(r.to_torch_state_dict() for k, r in reply.content.array_records.items()
+                    if k == "arrays")  # fmt: skip
+        return reply
+
+    more: dict[str, Any] = {"fraction_train": 0.5, "fraction_evaluate": 1.0}
+    strategy = getattr(prefed.flower, name)(**options, **{**OPTIONS, **more})
+    result = run(strategy, tiny_grid(app, tmp_path, listen), make=WithBuffers)
+    wanted = prefed.simulate(
+        getattr(prefed, name)(**options), WithBuffers(), tiny_data(), rounds=4, local_steps=STEPS,
+        batch_size=None, engine="sequential", weighting="samples", clients_per_round=3,
+    )  # fmt: skip
+    pairs = [(result.arrays.to_torch_state_dict(), wanted.model)]
+    pairs += [(found[client], wanted.client_model(client)) for client in range(6)]
+    for ours, model in pairs:
+        for key, value in model.state_dict().items():
+            if not key.endswith("num_batches_tracked"):  # which no evaluation uses
+                torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-12)
+    assert strategy.shape.personal
+    for key in strategy.shape.personal:
+        assert all(torch.equal(arrays[key], first[key]) for arrays in sent)
+        assert not torch.equal(found[0][key], found[1][key])
+
+
+def test_what_is_sent_in_place_of_a_part_that_stays_is_not_looked_at(tmp_path: Path) -> None:
+    results = []
+    for lie in (False, True):
+
+        def tamper(node: int, message: Message, reply: Message, lie: bool = lie) -> Message:
+            if lie and "arrays" in reply.content:
+                record = cast(ArrayRecord, reply.content["arrays"])
+                for name in list(record)[-2:]:
+                    record[name] = Array(record[name].numpy() * np.nan)
+            return reply
+
+        grid = tiny_grid(tiny_app(arrays(), "local_train"), tmp_path / str(lie), tamper)
+        results.append(flat(run(prefed.flower.FedPer(client_lr=LR, **OPTIONS), grid).arrays))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("helper", ["plain", "covariance"])
+@pytest.mark.parametrize("name", ["FedPer", "FedBN"])
+def test_an_app_that_sends_all_of_its_model_is_noticed_before_others_train(
+    name: str, helper: str, tmp_path: Path
+) -> None:
+    seen: list[str] = []
+    grid = tiny_grid(tiny_app(arrays()), tmp_path, counted(seen))
+    with pytest.raises(PrefedError, match=r"(?s)should stay with the client .*\.local_train\("):
+        run(getattr(prefed.flower, name)(**WITHOUT_STEPS), grid)
+    assert seen == ["question"]
+
+
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(SIZES[0], 4), nn.LayerNorm(4), nn.Linear(4, SIZES[2]))
+        self.double()
+
+
+@pytest.mark.parametrize(("strategy", "words"), [
+    (lambda: prefed.flower.FedBN(retries=0, **OPTIONS), "do not agree on 1.bias, 1.weight; name"),
+    (lambda: prefed.flower.FedPer(retries=0, personal=("hea.*",), **OPTIONS),
+     "'hea.*' names no parameter"),
+    (lambda: prefed.flower.PreFed(retries=0, personal=("1.*",), bias_correction=True, **OPTIONS),
+     "bias_correction=False"),
+])  # fmt: skip
+def test_parts_that_cannot_stay(strategy: Any, words: str, tmp_path: Path) -> None:
+    """A server knows the names of parameters, and not which layers are LayerNorm."""
+    grid = tiny_grid(tiny_app(arrays(), "local_train", make=Normed), tmp_path)
+    with pytest.raises((PrefedError, RunFailed), match=re.escape(words)):
+        run(strategy(), grid, 1, make=Normed)
+    named = prefed.flower.FedBN(personal=("1.*",), **OPTIONS)
+    run(named, tiny_grid(tiny_app(arrays(), "local_train", make=Normed), tmp_path), 1, make=Normed)
+    assert named.shape.personal == ["1.weight", "1.bias"]
 
 
 def test_lockstep_is_refused() -> None:

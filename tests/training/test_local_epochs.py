@@ -100,7 +100,7 @@ def test_statistics_and_their_counters(statistics: Any) -> None:
                         drop_last=True, engine=engine)
         for engine in ("sequential", "vectorised")
     ]  # fmt: skip
-    same(*results, 1e-9)
+    same(results[0], results[1], 1e-9)
     steps = [2 * (n // 3) for n in CLIENT_SIZES]
     counter = int(results[0].model.state_dict()["1.num_batches_tracked"])
     assert counter == (3 * round(sum(steps) / 6) if statistics == "average" else 0)
@@ -128,7 +128,7 @@ def test_a_personal_part_with_derived_momentum() -> None:
         )
         for engine in ("sequential", "vectorised")
     ]  # fmt: skip
-    same(*results, 1e-9)
+    same(results[0], results[1], 1e-9)
     assert "personal.m" in results[0].kept[0]
 
 

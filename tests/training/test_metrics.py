@@ -85,6 +85,57 @@ def test_two_classes(shape: str) -> None:
     assert found == pytest.approx(wanted, abs=1e-9)
 
 
+@pytest.mark.parametrize("size", [1, 50, 1000])
+@pytest.mark.parametrize("kind", [torch.int64, torch.float32, torch.bool])
+@pytest.mark.parametrize("ties", [False, True])
+def test_several_labels(ties: bool, kind: torch.dtype, size: int) -> None:
+    """Label 3 is in no target but given, label 4 neither, label 5 in all targets."""
+    outputs, _ = problem(ties=ties)
+    y = outputs + torch.randn(outputs.shape, generator=torch.Generator().manual_seed(1)) > 0.5
+    y[:, 3:5], y[:, 5], outputs[:, 4] = False, True, -1.0
+    given = (outputs > 0).numpy()
+    found = computed(["accuracy", "f1", "auroc", "class_accuracy"], outputs, y.to(kind), size)
+    mine: Any = [0, 1, 2]
+    wanted = {
+        "test_accuracy": np.mean(y.numpy() == given),
+        "test_f1": oracle.f1_score(y, given, average="macro", zero_division=np.nan),
+        "test_auroc": oracle.roc_auc_score(y[:, mine], outputs[:, mine], average="macro"),
+    }
+    recall = oracle.recall_score(y, given, average=None, zero_division=np.nan)
+    classes = [None if np.isnan(value) else value for value in recall]
+    assert found.pop("test_class_accuracy") == pytest.approx(classes, abs=1e-12)
+    assert classes.count(None) == 2
+    assert found == pytest.approx(wanted, abs=1e-12)
+    theirs = torchmetrics.classification.MultilabelAccuracy(6, average="micro")
+    assert found["test_accuracy"] == pytest.approx(
+        float(theirs(outputs.sigmoid(), y.long())), abs=1e-6
+    )
+
+
+def test_several_labels_in_a_run() -> None:
+    """Accuracy is that of the run's own; a squared error makes no logits."""
+    x = torch.randn(40, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = (x[:, :3] > 0).double()
+    data = prefed.FederatedData([(x, y)] * 2, test=(x, y))
+    common: Any = {"rounds": 3, "local_steps": 3, "device": "cpu"}
+    algorithm = prefed.FedAvg(client_lr=0.5)
+    plain = prefed.simulate(algorithm, tiny_model(), data, loss="bce", **common)
+    result = prefed.simulate(
+        algorithm, tiny_model(), data, loss="bce", **common,
+        metrics={"f1": "f1", "auroc": "auroc", "right": "accuracy"},
+    )  # fmt: skip
+    assert torch.equal(plain.weights, result.weights)
+    last = result.history[-1]
+    with torch.no_grad():
+        given = result.model(x)
+    assert last["test_f1"] == pytest.approx(oracle.f1_score(y, given > 0, average="macro"))
+    assert last["test_auroc"] == pytest.approx(oracle.roc_auc_score(y, given))
+    assert last["test_right"] == last["test_accuracy"]
+    for loss, name in ((None, "f1"), ("mse", "f1"), ("bce", "top_2"), ("bce", "perplexity")):
+        with pytest.raises(prefed.PrefedError, match=r"^metrics: .* for one label a target"):
+            prefed.simulate(algorithm, tiny_model(), data, loss=loss, **common, metrics=[name])
+
+
 def test_sequences_with_targets_that_do_not_count() -> None:
     outputs, y = problem(samples=120)
     flat = computed(["accuracy", "f1", "auroc", "top_2", "perplexity"], outputs, y)

@@ -287,7 +287,7 @@ def test_local_train_takes_the_loss_by_the_targets(tmp_path: Path) -> None:
 
 
 def test_a_node_with_other_targets_is_told() -> None:
-    from prefed.flower.client import _own_data
+    from prefed.flower.hosting import _own_data
 
     data = load(TABLE).make_data()[1]
     x = torch.zeros(4, 1, 8, 8, dtype=torch.uint8)

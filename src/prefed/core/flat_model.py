@@ -9,7 +9,7 @@ Of the buffers, the statistics (buffers.py) form a second vector, which is never
 Parameters that stay with each client come last: what the server has is the first part.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -28,6 +28,11 @@ def personal_names(module: nn.Module, patterns: Sequence[str]) -> list[str]:
     layers, "@last" for those of the last layer that has any."""
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     norms = {owner for owner, layer in module.named_modules() if isinstance(layer, NORMS)}
+    return named_by(patterns, names, norms)
+
+
+def named_by(patterns: Sequence[str], names: Sequence[str], norms: Collection[str]) -> list[str]:
+    """The same, where only the names of parameters and normalisation layers are known."""
     owners = {name: name.rpartition(".")[0] for name in names}
     found: set[str] = set()
     for pattern in patterns:

@@ -10,7 +10,7 @@ from torch import Tensor
 from prefed.core import draws
 from prefed.core.errors import PrefedError
 from prefed.core.losses import are_labels
-from prefed.data.samples import Collate, LazySamples, Read, Samples, to_samples
+from prefed.data.samples import Collate, Labels, LazySamples, Read, Samples, to_samples
 
 Transform = Callable[[Tensor], Tensor]
 Augment = Callable[[Tensor, np.random.Generator], Tensor]
@@ -81,6 +81,16 @@ class Partition:
         start = int(self.ends[client - 1]) if client else 0
         return self.whole.part(self.order[start : int(self.ends[client])])
 
+    @property
+    def used(self) -> Samples:
+        """Those that clients have; of arrays, in which all should be in order, all."""
+        return self.whole.part(self.order) if _is_lazy(self.whole) else self.whole
+
+    def owner(self, number: int) -> int:
+        """The first client that has the sample of this number."""
+        place = int(np.flatnonzero(self.parts.order == number)[0])
+        return int(np.searchsorted(self.ends, place, side="right"))
+
 
 class Partitions:
     """The clients of a partitioner of flwr-datasets, each loaded once."""
@@ -145,6 +155,8 @@ class FederatedData:
             self.test = Samples(*self.test.all())
         self.transform = transform
         self.augment = augment
+        self._labels: tuple[int, int | None] | None = None
+        """How many classes there are and which label is none, known once `check` has been told."""
 
     def _divided(self, clients: Any, parts: Sequence[Any] | None) -> Clients:
         if parts is not None:
@@ -176,11 +188,29 @@ class FederatedData:
         return len(self.clients)
 
     def client(self, number: int) -> Samples:
-        return to_samples(self.clients[number], f"clients[{number}]", self._read)
+        return self._of(self.clients, number, "clients")
 
     def client_test(self, number: int) -> Samples:
         assert self.client_tests is not None
-        return to_samples(self.client_tests[number], f"client_tests[{number}]", self._read)
+        return self._of(self.client_tests, number, "client_tests")
+
+    def _of(self, clients: Clients, number: int, name: str) -> Samples:
+        where = f"{name}[{number}]"
+        samples = to_samples(clients[number], where, self._read)
+        return self._watched(clients, samples, where) if _is_lazy(samples) else samples
+
+    def _watched(self, clients: Clients, samples: Samples, where: str) -> Samples:
+        """Samples that raise, when they are read, for labels that the model does not have."""
+        assert isinstance(samples, LazySamples)
+        if self._labels is None:
+            return samples.checked(None)
+
+        def whose(number: int) -> str:
+            if not isinstance(clients, Partition):
+                return where
+            return f"{where.partition('[')[0]}[{clients.owner(number)}]"
+
+        return samples.checked(Labels(*self._labels, whose))
 
     def hold_out(self, share: float, seed: int = 0) -> "FederatedData":
         """The same with this share of each client's samples, drawn by the seed, as its own test
@@ -198,8 +228,14 @@ class FederatedData:
         ignored   a label that stands for no class
         targets   whether y is looked at
         """
+        self._labels = (classes, ignored) if classes is not None and targets else None
         for where, samples in self._checkable():
             _check(where, samples, classes, ignored, targets)
+            if _is_lazy(samples):
+                named = self.client_tests if where.startswith("client_tests") else self.clients
+                watched = self._watched(named or self.clients, samples, where)
+                assert isinstance(watched, LazySamples)
+                watched.check_column()
         kinds = {(s.x.dtype, s.y.dtype) for _, s in self._checkable() if not _is_lazy(s)}
         if len(kinds) > 1:
             found = " and ".join(sorted(f"({x}, {y})" for x, y in kinds))
@@ -210,7 +246,7 @@ class FederatedData:
             sizes = np.diff(self.clients.ends, prepend=0)
             if not sizes.all():
                 raise PrefedError(f"clients[{int(np.argmin(sizes))}]: it has no samples")
-            yield "clients", self.clients.whole
+            yield "clients", self.clients.used
         elif isinstance(self.clients, HeldOut):
             yield from self.clients.data._checkable()
             return
@@ -223,8 +259,8 @@ class FederatedData:
             for number in range(len(self.client_tests)):
                 if len(samples := self.client_test(number)):
                     yield f"client_tests[{number}]", samples
-        elif isinstance(self.client_tests, Partition) and len(self.client_tests.whole):
-            yield "client_tests", self.client_tests.whole
+        elif isinstance(self.client_tests, Partition) and len(self.client_tests.used):
+            yield "client_tests", self.client_tests.used
 
 
 class HeldOut(Sequence[Samples]):

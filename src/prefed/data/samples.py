@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from prefed.core.errors import PrefedError
+from prefed.core.losses import are_labels
 
 Collate = Callable[[list[Any]], tuple[Any, Any]]
 """The samples of a batch, as the data set gives them -> x and y."""
@@ -88,16 +89,49 @@ class Read:
         return [[row[n] for n in name] for row in rows]
 
 
+@dataclass(frozen=True)
+class Labels:
+    """Which labels there may be.
+
+    ignored   one that stands for no class
+    whose     the name of the client that has the sample of this number
+    """
+
+    classes: int
+    ignored: int | None
+    whose: Callable[[int], str]
+
+    def wrong(self, y: Tensor) -> Tensor:
+        """The numbers of the samples in y that have another label."""
+        beyond = (y < 0) | (y >= self.classes)
+        if self.ignored is not None:
+            beyond &= y != self.ignored
+        return beyond.reshape(len(y), -1).any(1).nonzero().flatten()
+
+    def check(self, y: Tensor, numbers: Sequence[int]) -> None:
+        """Raise for the first of these samples whose label is none of them."""
+        if not are_labels(y) or not len(rows := self.wrong(y)):
+            return
+        number, found = numbers[int(rows[0])], y[rows[0]].flatten()
+        label = int(found[self.wrong(found)[0]])
+        raise PrefedError(
+            f"{self.whose(number)}: sample {number} of its data set has the label {label}, "
+            f"but the model has outputs for labels 0 to {self.classes - 1}"
+        )
+
+
 _READING = threading.Lock()
 """Workers are threads, and a data set with an open file need not bear two of them."""
 
 
 class LazySamples(Samples):
     """Samples of a data set with len() and samples by number, as torch has them. Those that are
-    asked for are read when they are, each once."""
+    asked for are read when they are, each once, and their labels checked."""
 
-    def __init__(self, dataset: Any, read: Read, index: Tensor | None = None) -> None:
-        self.dataset, self.read, self.index = dataset, read, index
+    def __init__(
+        self, dataset: Any, read: Read, index: Tensor | None = None, labels: Labels | None = None
+    ) -> None:
+        self.dataset, self.read, self.index, self.labels = dataset, read, index, labels
 
     def __len__(self) -> int:
         return len(self.dataset) if self.index is None else len(self.index)
@@ -120,7 +154,20 @@ class LazySamples(Samples):
         return self._fetch(list(range(len(self))) if self.index is None else self.index.tolist())
 
     def part(self, index: Tensor) -> Self:
-        return type(self)(self.dataset, self.read, index)
+        return type(self)(self.dataset, self.read, index, self.labels)
+
+    def checked(self, labels: Labels | None) -> Self:
+        """The same with these labels and no others."""
+        return type(self)(self.dataset, self.read, self.index, labels)
+
+    def check_column(self) -> None:
+        """Where the data set has its targets at hand, read the first sample whose label is wrong:
+        a data set may make another of it."""
+        column = _targets(self.dataset, self.read)
+        if column is not None and self.labels is not None:
+            column = column if self.index is None else column[self.index]
+            if len(wrong := self.labels.wrong(column)):
+                self.take(wrong[:1])
 
     def is_of(self, other: Samples) -> bool:
         return isinstance(other, LazySamples) and self.dataset is other.dataset
@@ -129,7 +176,29 @@ class LazySamples(Samples):
         many = getattr(self.dataset, "__getitems__", None)  # torch's name for many at a time
         with _READING:
             rows = many(numbers) if many else [self.dataset[number] for number in numbers]
-            return self.read(rows)
+            x, y = self.read(rows)
+        if self.labels is not None:
+            self.labels.check(y, numbers)
+        return x, y
+
+
+def _targets(dataset: Any, read: Read) -> Tensor | None:
+    """The labels of all samples (N), where a data set has them in one piece: in a column, or under
+    the names that those of torchvision use."""
+    if isinstance(dataset, Subset):
+        whole = _targets(dataset.dataset, read)
+        return None if whole is None else whole[torch.as_tensor(dataset.indices)]
+    try:
+        if hasattr(dataset, "column_names"):
+            column = dataset.with_format("numpy")[read.y][:]
+        else:
+            column = getattr(dataset, "targets", None)
+            column = getattr(dataset, "labels", None) if column is None else column
+        found = torch.as_tensor(column)
+    except Exception:  # what anybody's data set may raise, or hold under these names
+        return None
+    fits = found.shape == (len(dataset),) and are_labels(found) and read.collate is None
+    return found if fits else None
 
 
 def to_samples(item: Any, where: str, read: Read) -> Samples:

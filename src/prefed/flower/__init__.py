@@ -21,6 +21,7 @@ HOME = {
     "CentralDP": "prefed.flower.privacy",
     "LoopbackGrid": "prefed.flower.loopback",
     "local_train": "prefed.flower.stock_client",
+    "load_model": "prefed.flower.stock_client",
     "load_state": "prefed.flower.stock_client",
     "state_record": "prefed.flower.stock_client",
     "tell_partition": "prefed.flower.stock_client",

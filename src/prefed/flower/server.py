@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from logging import INFO, WARNING
@@ -44,6 +44,7 @@ from prefed.flower.replies import exchange
 from prefed.flower.wire import pack, unpack_message
 from prefed.rules import State
 from prefed.training.admission import Admission, Refused, UntrustedUpdate, expected
+from prefed.training.client_evaluation import ClientEvaluation, Score
 from prefed.training.messages import to_mean
 from prefed.training.observers import Callback
 from prefed.training.round import Server, first_kept, traffic
@@ -127,7 +128,11 @@ class FlowerTrainer(Trainer):
                 log(WARNING, "round %d: only %d of the %d clients it needs; asking again",
                     server.round + 1, len(admission.admitted), needed)  # fmt: skip
                 self._wait(arrivals.missing)
-            self._ask(server, arrivals, broadcast)
+            for client, reply in self._replies(server, arrivals.missing, broadcast):
+                if isinstance(reply, Refused):
+                    arrivals.refuse(client, reply)
+                else:
+                    self._take(server, arrivals, client, reply)
             if len(admission.admitted) >= needed:
                 return self._arrived(server, arrivals)
             if arrivals.diverged:
@@ -154,25 +159,29 @@ class FlowerTrainer(Trainer):
             record["refused"] = {str(c): str(r) for c, r in sorted(arrivals.refused.items())}
         return Arrived(values, loss, len(self.admitted), record=record)
 
-    def _ask(self, server: Server, arrivals: Arrivals, broadcast: ArrayRecord) -> None:
-        """Ask the clients whose update is missing, and take what comes until the deadline."""
+    def _replies(
+        self,
+        server: Server,
+        clients: Sequence[int],
+        broadcast: ArrayRecord,
+        kind: str = MessageType.TRAIN,
+    ) -> Iterator[tuple[int, RecordDict | Refused]]:
+        """Ask these clients, and give what comes for each until the deadline: the reply of its
+        node, valid until the next is asked for, or why there is none."""
         seconds, started = self.options.round_seconds, time.monotonic()
         self.nodes.refresh(self.grid, min(seconds, self.options.join_seconds))
         wanted: dict[int, list[int]] = {}
-        for client in arrivals.missing:
+        for client in clients:
             node = self._node(client)
             if node is None:
-                arrivals.refuse(client, Refused("its node is not there"))
+                yield client, Refused("its node is not there")
             else:
                 wanted.setdefault(node, []).append(client)
         left = max(1.0, seconds - (time.monotonic() - started))
-        messages = [self._message(server, n, c, broadcast, left) for n, c in wanted.items()]
+        messages = [self._message(server, n, c, broadcast, kind, left) for n, c in wanted.items()]
         for message, reply in exchange(self.grid, messages, left):
             for client in wanted[message.metadata.dst_node_id]:
-                if isinstance(reply, Refused):
-                    arrivals.refuse(client, reply)
-                else:
-                    self._take(server, arrivals, client, reply.content)
+                yield client, reply if isinstance(reply, Refused) else reply.content
             if not isinstance(reply, Refused):
                 reply.content.clear()  # Flower's records hold on to each other
 
@@ -182,6 +191,7 @@ class FlowerTrainer(Trainer):
         node: int,
         clients: list[int],
         broadcast: ArrayRecord,
+        kind: str,
         seconds: float,
     ) -> Message:
         ask = ConfigRecord(
@@ -196,17 +206,37 @@ class FlowerTrainer(Trainer):
         )
         content = RecordDict({p.SERVER: broadcast, p.ASK: ask})
         group = str(server.round + 1)
-        return Message(content, node, MessageType.TRAIN, ttl=seconds, group_id=group)
+        return Message(content, node, kind, ttl=seconds, group_id=group)
 
     def _take(self, server: Server, arrivals: Arrivals, client: int, content: RecordDict) -> None:
         def read() -> UntrustedUpdate:
             return read_update(self.algorithm, server, client, content)
 
         if arrivals.take(client, read) is not None:
-            began, last = content[p.about_key(client)].get(p.AFTER), int(self.after[client])
-            if self.keeps and began != last:
-                log(WARNING, "client %d has lost what it kept in round %d and began anew",
-                    client, last + 1)  # fmt: skip
+            self._see_lost(client, content)
+
+    def _see_lost(self, client: int, content: RecordDict) -> None:
+        began, last = content[p.about_key(client)].get(p.AFTER), int(self.after[client])
+        if self.keeps and began != last:
+            log(WARNING, "client %d has lost what it kept in round %d and began anew",
+                client, last + 1)  # fmt: skip
+
+    def scores(self, evaluation: ClientEvaluation, clients: list[int]) -> dict[int, Score]:
+        """From the nodes, of the clients that answer in time with what was asked for."""
+        server, found = evaluation.run.server, {}
+        known = {} if self.own_data else {c: len(self.data.client_test(c)) for c in clients}
+        admission = Admission({}, server.round, clients, samples=known)
+        broadcast = pack(evaluation.shown(server).broadcast(self.algorithm))
+        for client, reply in self._replies(server, clients, broadcast, MessageType.EVALUATE):
+            try:
+                if isinstance(reply, Refused):
+                    raise reply
+                found[client] = read_score(evaluation, admission, client, reply)
+                self._see_lost(client, reply)
+            except Refused as reason:
+                log(WARNING, "round %d, client %d is not evaluated: %s",
+                    server.round, client, reason)  # fmt: skip
+        return found
 
 
 def read_update(
@@ -219,6 +249,30 @@ def read_update(
     values = unpack_message(content.get(p.update_key(client)), algorithm, server)
     number, round, samples, loss = (about.get(k) for k in (p.CLIENT, p.ROUND, p.SAMPLES, p.LOSS))
     return UntrustedUpdate(number, round, samples, loss, values)
+
+
+def read_score(
+    evaluation: ClientEvaluation, admission: Admission, client: int, content: RecordDict
+) -> Score:
+    """The score in a node's reply for one of its clients, if it is accepted."""
+    about = content.get(p.about_key(client))
+    if not isinstance(about, MetricRecord):
+        raise Refused("it has no metrics")
+    number, round, samples, loss, accuracy = (
+        about.get(k) for k in (p.CLIENT, p.ROUND, p.SAMPLES, p.EVALUATION_LOSS, p.ACCURACY)
+    )
+    if number != client:
+        raise Refused(f"it speaks for client {number!r}")
+    nothing = evaluation.may_ignore and loss is None and accuracy is None
+    admission.admit(UntrustedUpdate(number, round, samples, 0.0 if nothing else loss, {}))
+    if nothing:
+        return math.nan, None
+    assert isinstance(loss, float)
+    if not evaluation.labelled and accuracy is None:
+        return loss, None
+    if not evaluation.labelled or not isinstance(accuracy, float) or not 0 <= accuracy <= 1:
+        raise Refused(f"an accuracy of {accuracy!r}")
+    return loss, accuracy
 
 
 class _Log(Callback):

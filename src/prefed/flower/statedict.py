@@ -4,16 +4,18 @@ A state dict does not say what is a parameter and what a buffer. Integers and th
 normalisation layers, known by their names, are buffers here; others can be named. Buffers are
 averaged in float64, rounded if they count something, and go back in the type they had. What has no
 mean (complex or boolean, infinite, integers that float64 cannot hold) is a constant: clients get it
-as it was in the first arrays, and what they send in its place is not looked at.
+as it was in the first arrays, and what they send in its place is not looked at. So are parameters
+that stay with clients.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from flwr.app import ArrayRecord
 from torch import Tensor
 
 from prefed.core.errors import PrefedError
+from prefed.core.flat_model import named_by
 from prefed.core.layout import Layout
 from prefed.flower.wire import pack, unpack
 from prefed.training.admission import Spec, check_values
@@ -25,7 +27,15 @@ NONNEGATIVE = ("running_var", "num_batches_tracked")
 class StateDict:
     """What the first arrays of a run look like, and so all that follow."""
 
-    def __init__(self, arrays: ArrayRecord, buffers: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        arrays: ArrayRecord,
+        buffers: Collection[str] = (),
+        personal: Sequence[str] = (),
+    ) -> None:
+        """personal   patterns of the parameters that stay with each client. Of normalisation
+        layers, those with statistics are known here
+        """
         first = arrays.to_torch_state_dict()
         if unknown := sorted(set(buffers) - first.keys()):
             raise PrefedError(f"buffers: the model has no {unknown[0]!r}")
@@ -40,7 +50,11 @@ class StateDict:
             for name, value in rest.items()
             if not value.dtype.is_floating_point or name.endswith(STATISTICS) or name in buffers
         ]
-        self.weights = [name for name in rest if name not in self.buffers]
+        names = [name for name in rest if name not in self.buffers]
+        norms = {name.rpartition(".")[0] for name in first if name.endswith(STATISTICS)}
+        self.personal = named_by(personal, names, norms)
+        self.constants |= {name: first[name] for name in self.personal}
+        self.weights = [name for name in names if name not in self.personal]
         dtypes = {first[name].dtype for name in self.weights}
         if len(dtypes) != 1:
             found = ", ".join(sorted(map(str, dtypes))) or "none"

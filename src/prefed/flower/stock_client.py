@@ -11,7 +11,8 @@ or, with a training loop of one's own around prefed.optim.Covariance, `load_stat
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from glob import escape
+from typing import Any, cast
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -28,9 +29,19 @@ from prefed.flower.kept_state import NEVER, KeptState, state_directory
 from prefed.flower.statedict import StateDict
 from prefed.flower.wire import pack, unpack
 from prefed.optim import Covariance
-from prefed.rules import Field
+from prefed.rules import Field, State
 from prefed.training.admission import Spec, broadcast
-from prefed.training.round import Block, Server, first_kept, local_update, policy
+from prefed.training.round import (
+    BUFFERS,
+    PERSONAL,
+    STEPS,
+    Block,
+    Server,
+    check_personal,
+    first_kept,
+    local_update,
+    policy,
+)
 from prefed.training.task import Loss
 
 Batch = tuple[Tensor, Tensor]
@@ -68,11 +79,10 @@ def local_train(
     if asked.question:
         answer = {"arrays": asked.arrays, p.STATE: asked.state, "metrics": metrics}
         return Message(RecordDict(answer), reply_to=message)
-    model.load_state_dict(asked.arrays.to_torch_state_dict())
-    flat = FlatModel(model.train())
+    flat, size = asked.load(model, algorithm)
     with torch.no_grad(), torch.random.fork_rng():
         flat.buffers.watch(model, steps[0][0][:2].to(flat.weights.device))
-    order = _Order(asked.shape.layout, flat.layout)
+    order = _Order(asked.shape.layout, flat.shared)
     start = flat.weights.clone()
     weights, buffers = asked.shape.read(asked.arrays)
     reference = Server.start(algorithm, asked.shape.layout, weights, buffers)
@@ -80,28 +90,26 @@ def local_train(
     shared = unpack(asked.state, {n: specs[n] for n in reference.shared})
     server = Server(
         asked.round,
-        start,
+        start[:size],
         flat.read_buffers(),
         {},
         {n: order.to_model(v).to(start.device) for n, v in shared.items()},
-        flat.layout,
+        flat.shared,
         reference.steps.to(start.device),
-        start[:0],
+        start[size:],
     )
-    keeps = first_kept(algorithm, flat)
-    kept_specs = {n: Spec(tuple(v.shape), v.dtype) for n, v in keeps.items()}
-    store = KeptState(state_directory(dict(context.node_config)), f"{context.run_id:016x}")
-    began = store.read(context.node_id, asked.after, kept_specs) if keeps else None
-    kept = {} if began is None else {0: {n: v.to(start.device) for n, v in began.items()}}
+    keeps, began = _kept(context, asked, algorithm, flat)
+    kept = {0: began} if began else {}
 
     update = local_update(algorithm, server, _Block(flat, steps, loss or by_targets), kept)
-    change = update.values["weights"][0].clone()
-    flat.weights.copy_(start).add_(change)
     flat.buffers.check()
-    if algorithm.statistics != "average":  # they stay here
-        flat.write_buffers(server.buffers, server.steps)
     if keeps:
-        store.write(context.node_id, asked.round, {n: v[0] for n, v in update.kept.items()})
+        stays = {name: value[0] for name, value in update.kept.items()}
+        _store(context).write(context.node_id, asked.round, stays)
+    change = update.values["weights"][0].clone()
+    flat.weights.copy_(start)[:size].add_(change)  # what stays here goes back as it came
+    if algorithm.statistics != "average":
+        flat.write_buffers(server.buffers, server.steps)
     reply = RecordDict({"arrays": ArrayRecord(_plain(model.state_dict()))})
     if shared:
         sent = {n: v for n, v in shared.items() if n in update.values}
@@ -110,6 +118,36 @@ def local_train(
     metrics[p.LOSS] = float(update.losses[0])
     reply["metrics"] = metrics
     return Message(reply, reply_to=message)
+
+
+def load_model(message: Message, context: Context, model: nn.Module) -> None:
+    """Load what this client would use: the message's arrays, with the parts of the model and the
+    statistics that it keeps. For the evaluate function of an app whose train function ends in
+    `local_train`."""
+    asked = _Asked(message.content)
+    algorithm = asked.algorithm()
+    training = model.training
+    flat, size = asked.load(model, algorithm)
+    _, kept = _kept(context, asked, algorithm, flat)
+    if PERSONAL in kept:
+        flat.weights[size:].copy_(kept[PERSONAL])
+    if BUFFERS in kept:
+        flat.write_buffers(kept[BUFFERS], kept[STEPS])
+    model.train(training)
+
+
+def _store(context: Context) -> KeptState:
+    return KeptState(state_directory(dict(context.node_config)), f"{context.run_id:016x}")
+
+
+def _kept(
+    context: Context, asked: "_Asked", algorithm: Algorithm, flat: FlatModel
+) -> tuple[State, State]:
+    """What a client keeps before it has taken part, and what this one has kept."""
+    first = first_kept(algorithm, flat)
+    specs = {n: Spec(tuple(v.shape), v.dtype) for n, v in first.items()}
+    found = _store(context).read(context.node_id, asked.after, specs) if first else None
+    return first, {n: v.to(flat.weights.device) for n, v in (found or {}).items()}
 
 
 def load_state(message: Message, model: nn.Module, optimiser: Covariance) -> None:
@@ -165,7 +203,23 @@ class _Asked:
         self.question = bool(self.config.get(p.QUESTION, False))
         self.round = int(self.config["server-round"]) - 1  # type: ignore[arg-type]
         self.after = int(self.config.get(p.AFTER, NEVER))  # type: ignore[arg-type]
-        self.shape = StateDict(self.arrays, list(self.config.get(p.BUFFERS, ())))  # type: ignore[arg-type]
+        buffers, personal = (cast(Any, self.config.get(k, ())) for k in (p.BUFFERS, p.PERSONAL))
+        self.shape = StateDict(self.arrays, list(buffers), [escape(name) for name in personal])
+
+    def load(self, model: nn.Module, algorithm: Algorithm) -> tuple[FlatModel, int]:
+        """The model with the arrays, as flat vectors, and the size of the part that is shared."""
+        model.load_state_dict(self.arrays.to_torch_state_dict())
+        flat = FlatModel(model.train(), algorithm.personal)
+        check_personal(algorithm, flat)
+        trained = {entry.name for entry in flat.layout.entries}
+        stay = trained - {entry.name for entry in flat.shared.entries}
+        if other := sorted(stay ^ (trained & {*self.shape.personal})):
+            raise PrefedError(
+                f"personal: the server, which has the names of parameters and no model, and this "
+                f"client do not agree on {', '.join(other)}; name parameters in place of @norm "
+                f"and @last"
+            )
+        return flat, flat.shared.size
 
     def algorithm(self) -> Algorithm:
         options = json.loads(str(self.config[p.ALGORITHM]))
@@ -175,6 +229,8 @@ class _Asked:
         return ALGORITHMS.get(name)(**options)
 
     def vectors(self) -> dict[str, Tensor]:
+        if self.shape.personal:
+            raise PrefedError("personal: parts that stay with a client need local_train")
         weights, buffers = self.shape.read(self.arrays)
         algorithm = self.algorithm()
         server = Server.start(algorithm, self.shape.layout, weights, buffers)

@@ -44,7 +44,7 @@ from prefed.flower.statedict import StateDict
 from prefed.flower.wire import pack, unpack
 from prefed.rules import SGD, State
 from prefed.training.admission import LARGEST_COUNT, Admission, Refused, UntrustedUpdate, expected
-from prefed.training.messages import from_mean, to_mean
+from prefed.training.messages import mean_steps, to_mean
 from prefed.training.round import LOCAL_STEPS, Server, check_sharing, server_update
 
 FAR = 100
@@ -52,6 +52,14 @@ FAR = 100
 
 RecordType = ArrayRecord | MetricRecord | ConfigRecord
 MetricsOf = Callable[[list[RecordDict], str], MetricRecord]
+
+
+LOCAL_TRAIN = """Let its train function end in
+
+    return prefed.flower.local_train(message, context, model, batches)
+
+in place of its own training and reply; batches are pairs (x, y), one for each step. More is in \
+docs/flower.md."""
 
 
 @dataclass(eq=False, repr=False)
@@ -136,11 +144,6 @@ class Strategy(FlowerStrategy):
                 f"the codecs {', '.join(sorted(codecs - {'exact'}))} need both ends to be "
                 f"prefed's: prefed deploy"
             )
-        if algorithm.personal:
-            raise PrefedError(
-                f"{type(algorithm).__name__}.personal: a Flower app of one's own sends the whole "
-                f"model; parts that stay with clients need both ends to be prefed's: prefed deploy"
-            )
         for name in ("fraction_train", "min_fraction"):
             if not 0 < (value := getattr(self, name)) <= 1:
                 raise PrefedError(f"{name}: should be above 0 and at most 1, not {value}")
@@ -223,18 +226,26 @@ class Strategy(FlowerStrategy):
         content: dict[str, RecordType] = {self.arrayrecord_key: arrays}
         if self.server.shared:
             content[p.STATE] = pack(self.server.shared)
-        algorithm, buffers = tell(self.algorithm), list(self.buffers)
         for client in clients:
             node = self.members.nodes.get(client)
             if node is None:
                 self.arrivals.refuse(client, Refused("its node is not there"))
                 continue
-            told = ConfigRecord({**config, p.ALGORITHM: algorithm, p.BUFFERS: buffers})
-            told[p.AFTER] = self.after.get(client, NEVER)
-            record = RecordDict({**content, self.configrecord_key: told})
+            record = RecordDict({**content, self.configrecord_key: self._told(config, client)})
             messages.append(Message(record, node, MessageType.TRAIN))
             self._asked[node] = client
         return messages
+
+    def _told(self, config: ConfigRecord, client: int) -> ConfigRecord:
+        """The user's config, and what our own functions in a ClientApp go by."""
+        assert self.shape is not None
+        ours: dict[str, Any] = {
+            p.ALGORITHM: tell(self.algorithm),
+            p.BUFFERS: list(self.buffers),
+            p.PERSONAL: self.shape.personal,
+            p.AFTER: self.after.get(client, NEVER),
+        }
+        return ConfigRecord({**config, **ours})
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -263,7 +274,7 @@ class Strategy(FlowerStrategy):
             self.privacy.spend(asked)
         population = max(len(self.members.nodes), asked)
         contents = [self._metrics[c] for c in arrivals.position if c in self._metrics]
-        steps = self._steps(from_mean(mean), contents)
+        steps = self._steps(mean_steps(mean), contents)
         self._warn_of_own_training(contents)
         server_update(self.algorithm, server, mean, steps, admitted / population)
         self.after |= dict.fromkeys(arrivals.admission.admitted, server_round - 1)
@@ -310,12 +321,15 @@ class Strategy(FlowerStrategy):
         if self.server.shared and p.STATE not in content:
             raise Unfit(
                 f"the reply has no record {p.STATE!r} ({' and '.join(self.server.shared)} of its "
-                f"optimiser): the ClientApp does not train by the rule of {name}. Let its train "
-                f"function end in\n\n"
-                f"    return prefed.flower.local_train(message, context, model, batches)\n\n"
-                f"in place of its own training and reply; batches are pairs (x, y), one for each "
-                f"step. More is in docs/flower.md. FedAdam, PreFedOpt and others whose rule is on "
-                f"the server take the ClientApp as it is."
+                f"optimiser): the ClientApp does not train by the rule of {name}. {LOCAL_TRAIN} "
+                f"FedAdam, PreFedOpt and others whose rule is on the server take the ClientApp as "
+                f"it is."
+            )
+        followed = any(p.TRAINED in record for record in content.metric_records.values())
+        if self.algorithm.personal and not followed:
+            raise Unfit(
+                f"the ClientApp sends all of its model, and a part of it should stay with the "
+                f"client (personal={self.algorithm.personal}). {LOCAL_TRAIN}"
             )
         if self._learns_steps and said_steps(content) is None:
             off = ", or set per_step=False" if getattr(self.algorithm, "per_step", False) else ""
@@ -362,7 +376,7 @@ class Strategy(FlowerStrategy):
         """Take the model from the arrays of this round: the first, or what a wrapper made of
         ours."""
         if self.shape is None:
-            self.shape = StateDict(arrays, self.buffers)
+            self.shape = StateDict(arrays, self.buffers, self.algorithm.personal)
         if self.server is None:
             weights, buffers = self.shape.read(arrays)
             check_sharing(self.algorithm, self.shape.layout)
@@ -416,10 +430,14 @@ class Strategy(FlowerStrategy):
             grid, server_round, "evaluate", self.fraction_evaluate, self.min_evaluate_nodes
         )
         config["server-round"] = server_round
-        record = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
-        nodes = [self.members.nodes[client] for client in clients]
-        self._evaluating = len(nodes)
-        return [Message(record, node, MessageType.EVALUATE) for node in nodes]
+        self._evaluating = len(clients)
+        self._load(arrays)
+        messages = []
+        for client in clients:
+            told: dict[str, RecordType] = {self.configrecord_key: self._told(config, client)}
+            record = RecordDict({self.arrayrecord_key: arrays, **told})
+            messages.append(Message(record, self.members.nodes[client], MessageType.EVALUATE))
+        return messages
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -492,7 +510,8 @@ class Strategy(FlowerStrategy):
         """Before a cohort trains for nothing, ask one of it what its app sends: with `local_train`
         it says so at once, and without it its reply shows what is missing. Once in a run."""
         assert self.server is not None
-        if self._is_fit or not messages or not (self.server.shared or self._learns_steps):
+        asks = self.server.shared or self._learns_steps or self.algorithm.personal
+        if self._is_fit or not messages or not asks:
             return
         self._is_fit, node = True, messages[0].metadata.dst_node_id
         log(INFO, "one client is asked first whether its app suits %s",

@@ -2,11 +2,12 @@
 
 Clients that have the server's weights are evaluated many at a time: one forward pass over the
 samples of all, and sums over the segments that belong to each. Clients with weights of their own,
-such as those that make a few local steps first (FedAvg + fine-tuning), take turns.
+such as those that make a few local steps first (FedAvg + fine-tuning), take turns; with the
+sequential engine all do, as on machines of their own.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,10 +19,10 @@ from prefed.core import draws
 from prefed.core.errors import PrefedError
 from prefed.core.losses import WITH_CLASSES, are_labels, count_correct, ignored_label, is_one_of
 from prefed.data.samples import Samples
+from prefed.training.engines.auto import Choice
 from prefed.training.engines.engine import Engine
 from prefed.training.engines.workers import Workers
-from prefed.training.local_trainer import LocalTrainer
-from prefed.training.round import BUFFERS, PERSONAL, Update, client_state
+from prefed.training.round import BUFFERS, PERSONAL, Server, Update, client_state
 from prefed.training.task import EVALUATION_BATCH, Task
 from prefed.training.trainer import Record
 
@@ -40,6 +41,11 @@ class ClientEvaluation:
     def __init__(self, run: "Run") -> None:
         self.run, self.settings = run, run.settings
         self.every = run.settings.evaluate_clients_every or run.settings.evaluate_every
+        loss = run.task.loss
+        self.may_ignore = is_one_of(loss, WITH_CLASSES) and ignored_label(loss) is not None
+        """There may be clients of whose targets none counts."""
+        self.labelled = self.may_ignore
+        """Clients have an accuracy; `try_out` finds out."""
         self._tuning: Workers | None = None
         if run.settings.finetune_steps and run.algorithm.client_rule().lockstep:
             raise PrefedError(
@@ -63,17 +69,19 @@ class ClientEvaluation:
         some = next((c for c in range(len(data)) if len(data.client_test(c))), None)
         if some is None:
             raise PrefedError("client_tests: no client has test samples")
-        return self._record([some], dict(self._scores([some], tuned=False)))
+        scores = dict(self.here([some], tuned=False))
+        self.labelled |= scores[some][1] is not None
+        return self._record([some], scores)
 
     def evaluate(self) -> Record:
         clients = self.choose()
-        return self._record(clients, dict(self._scores(clients)))
+        scores = self.run.trainer.scores(self, clients)
+        return self._record([client for client in clients if client in scores], scores)
 
-    def _record(self, clients: list[int], scores: dict[int, Score]) -> Record:
+    def _record(self, clients: list[int], scores: Mapping[int, Score]) -> Record:
         record: Record = {}
-        loss = self.run.task.loss
-        if is_one_of(loss, WITH_CLASSES) and ignored_label(loss) is not None:
-            clients = [c for c in clients if scores[c][1] is not None]  # others: no target counts
+        if self.may_ignore:
+            clients = [c for c in clients if scores[c][1] is not None]
         for name, lists, column, worst in (
             ("accuracy", "accuracies", [scores[c][1] for c in clients], 1),
             ("loss", "losses", [scores[c][0] for c in clients], -1),
@@ -86,7 +94,12 @@ class ClientEvaluation:
             record["evaluated_clients"] = clients
         return record
 
-    def _scores(self, clients: list[int], tuned: bool = True) -> Iterator[tuple[int, Score]]:
+    def shown(self, server: Server) -> Server:
+        """What clients need to know of it: the state of the optimiser only for steps."""
+        return server if self.settings.finetune_steps else replace(server, shared={})
+
+    def here(self, clients: list[int], tuned: bool = True) -> Iterator[tuple[int, Score]]:
+        """The scores of clients whose samples, and whatever they keep, are in this process."""
         run, alike = self.run, []
         for client, weights in self._weights(clients, tuned):
             if weights is None:
@@ -96,7 +109,8 @@ class ClientEvaluation:
                 yield client, score(run.task, [run.data.client_test(client)])[0]
         run.task.flat.load(*client_state(run.server, {}), run.server.steps)
         samples = [run.data.client_test(client) for client in alike]
-        yield from zip(alike, score(run.task, samples), strict=True)
+        together = self.settings.engine != "sequential"
+        yield from zip(alike, score(run.task, samples, together), strict=True)
 
     def _weights(self, clients: list[int], tuned: bool) -> Iterator[tuple[int, Weights | None]]:
         """What each client is evaluated with, valid until the next is asked for; None if that is
@@ -127,14 +141,12 @@ class ClientEvaluation:
         """Engines for fine-tuning, with a model and draws of their own: the run does not notice."""
         if self._tuning is None:
             run, trainer = self.run, self.run.trainer
-            assert isinstance(trainer, LocalTrainer)
-            assert trainer.choice is not None, "prepare() comes first"
             steps = self.settings.finetune_steps
             assert steps is not None
             seed = draws.torch_seed(self.settings.seed, "fine-tuning")
             settings = self.settings.with_steps(steps).model_copy(update={"seed": seed})
             task = run.task.copy(run.data)
-            choice = trainer.choice
+            choice = getattr(trainer, "choice", None) or Choice("sequential", 1)
             count = min(choice.workers, len(run.data))  # more would have nothing to do
             self._tuning = Workers(choice.engine, count, task, run.data, settings)
         return self._tuning
@@ -150,12 +162,13 @@ def spread(values: Sequence[float], worst: int) -> dict[str, float]:
 
 
 @torch.no_grad()
-def score(task: Task, clients: Sequence[Samples]) -> list[Score]:
+def score(task: Task, clients: Sequence[Samples], together: bool = True) -> list[Score]:
     """The weights that are loaded, on each of these clients' samples."""
     training = task.flat.module.training
     task.flat.module.eval()
     found: list[Score] = []
-    for group in _groups([len(samples) for samples in clients]):
+    most = EVALUATION_BATCH if together else 0
+    for group in _groups([len(samples) for samples in clients], most):
         if len(group) == 1:
             found.append(task.evaluate(*clients[group.start].all()))
         else:
@@ -164,11 +177,11 @@ def score(task: Task, clients: Sequence[Samples]) -> list[Score]:
     return found
 
 
-def _groups(sizes: Sequence[int]) -> Iterator[range]:
-    """Neighbours whose samples fit into a batch together; a client that does not fit, alone."""
+def _groups(sizes: Sequence[int], most: int) -> Iterator[range]:
+    """Neighbours with so many samples at most together; a client that has more, alone."""
     first, held = 0, 0
     for client, size in enumerate(sizes):
-        if held and held + size > EVALUATION_BATCH:
+        if held and held + size > most:
             yield range(first, client)
             first, held = client, 0
         held += size

@@ -42,8 +42,6 @@ def spread(mean: State) -> Record:
 
 
 class LocalTrainer(Trainer):
-    has_clients = True
-
     def __init__(
         self, algorithm: Algorithm, task: Task, data: FederatedData, settings: Settings
     ) -> None:

@@ -82,10 +82,10 @@ def to_mean(algorithm: Algorithm, values: State, steps: Tensor) -> State:
     return algorithm.before_mean(values | {LOCAL_STEPS: steps}) | {LOCAL_STEPS: steps}
 
 
-def from_mean(mean: State) -> float:
-    """Take the mean number of local steps out of a mean. Where all clients took equally many, it is
-    that number, whatever the rounding of their weights."""
-    steps = float(mean.pop(LOCAL_STEPS))
+def mean_steps(mean: State) -> float:
+    """The mean number of local steps. Where all clients took equally many, it is that number,
+    whatever the rounding of their weights."""
+    steps = float(mean[LOCAL_STEPS])
     return round(steps) if math.isclose(steps, round(steps), rel_tol=1e-12) else steps
 
 

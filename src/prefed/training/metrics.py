@@ -47,12 +47,23 @@ def labelled(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         scores, labels = outputs.movedim(1, -1).flatten(0, -2), targets.flatten()
     else:
         raise PrefedError(
-            f"metrics: those with a name are for one label a target, but the outputs are "
+            f"metrics: those with a name are for one label a target (accuracy, f1, auroc and "
+            f"class_accuracy also for several of 0 or 1, with a logit each), but the outputs are "
             f"{list(outputs.shape)} and the targets {list(targets.shape)}; give a function "
             f"(outputs, targets) -> number"
         )
     counted = labels != IGNORED
     return scores[counted], labels[counted].long()
+
+
+def several(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Logits (N, L), and which labels hold, where each sample has several of 0 or 1."""
+    if outputs.numel() != targets.numel() or outputs.numel() == len(targets):
+        return None
+    holds = targets.reshape(len(targets), -1)
+    if not ((holds == 0) | (holds == 1)).all():
+        return None
+    return outputs.reshape(holds.shape), holds == 1
 
 
 class Ratio:
@@ -75,7 +86,16 @@ class Ratio:
 
 @METRICS.register("accuracy")
 class Accuracy(Ratio):
-    """The share of samples whose highest score is that of their label."""
+    """The share of samples whose highest score is that of their label; of several labels, the share
+    of right decisions."""
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        if (found := several(outputs, targets)) is None:
+            super().update(outputs, targets)
+        else:
+            logits, holds = found
+            self.sum += int(((logits > 0) == holds).sum())
+            self.count += holds.numel()
 
     def of(self, scores: Tensor, labels: Tensor) -> Tensor:
         return scores.argmax(1) == labels
@@ -109,16 +129,20 @@ class Perplexity(Ratio):
 
 
 class Counts:
-    """For each class how often it was given, wanted, and both."""
+    """For each class, or each of several labels, how often it was given, wanted, and both."""
 
     def reset(self) -> None:
         self.given = self.wanted = self.both = torch.zeros(0, dtype=torch.int64)
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        scores, labels = labelled(outputs, targets)
-        classes, found = scores.shape[1], scores.argmax(1)
-        counts = [torch.bincount(kind, minlength=classes).cpu()
-                  for kind in (found, labels, labels[found == labels])]  # fmt: skip
+        if (found := several(outputs, targets)) is not None:
+            given, holds = found[0] > 0, found[1]
+            counts = [kind.sum(0).cpu() for kind in (given, holds, given & holds)]
+        else:
+            scores, labels = labelled(outputs, targets)
+            classes, best = scores.shape[1], scores.argmax(1)
+            counts = [torch.bincount(kind, minlength=classes).cpu()
+                      for kind in (best, labels, labels[best == labels])]  # fmt: skip
         if len(self.given):
             counts = [
                 a + b for a, b in zip((self.given, self.wanted, self.both), counts, strict=True)
@@ -128,7 +152,8 @@ class Counts:
 
 @METRICS.register("f1")
 class F1(Counts):
-    """The mean of the F1 of each class that is given or wanted at least once (macro)."""
+    """The mean of the F1 of each class, or of each of several labels, that is given or wanted at
+    least once (macro)."""
 
     def compute(self) -> float:
         total = self.given + self.wanted
@@ -137,7 +162,8 @@ class F1(Counts):
 
 @METRICS.register("class_accuracy")
 class ClassAccuracy(Counts):
-    """The accuracy on the samples of each class, as a list; null for a class without samples."""
+    """The accuracy on the samples of each class, as a list; null for a class without samples. Of
+    several labels, the share of the samples that have it for which it is given."""
 
     def compute(self) -> list[float | None]:
         pairs = zip(self.both.tolist(), self.wanted.tolist(), strict=True)
@@ -173,13 +199,15 @@ class OfAll:
 @METRICS.register("auroc")
 def auroc(outputs: Tensor, targets: Tensor) -> float:
     """The area under the ROC curve; of more than two classes, the mean over classes of each against
-    the rest, by softmax probabilities. Classes that no sample has, or all have, are left out."""
-    scores, labels = labelled(outputs, targets)
-    if scores.shape[1] == 2:
-        columns = [(scores[:, 1] - scores[:, 0], labels == 1)]
+    the rest, by softmax probabilities; of several labels, the mean over these. Those that no sample
+    has, or all have, are left out."""
+    if (found := several(outputs, targets)) is not None:
+        columns = list(zip(*(part.unbind(1) for part in found), strict=True))
+    elif (both := labelled(outputs, targets))[0].shape[1] == 2:
+        columns = [(both[0][:, 1] - both[0][:, 0], both[1] == 1)]
     else:
-        probabilities = scores.double().softmax(1)
-        columns = [(probabilities[:, c], labels == c) for c in range(scores.shape[1])]
+        probabilities, labels = both[0].double().softmax(1), both[1]
+        columns = [(probabilities[:, c], labels == c) for c in range(probabilities.shape[1])]
     areas = [_area(score, mine) for score, mine in columns if mine.any() and not mine.all()]
     return sum(areas) / len(areas) if areas else math.nan
 
@@ -257,8 +285,17 @@ def make(given: Given) -> Metric:
 class Metrics:
     """The metrics of a run."""
 
-    def __init__(self, given: Any, device: torch.device, ignored: int | None = None) -> None:
-        """ignored   the label that does not count in the loss, nor in the metrics of this module"""
+    def __init__(
+        self,
+        given: Any,
+        device: torch.device,
+        ignored: int | None = None,
+        numbers: bool = False,
+    ) -> None:
+        """ignored   the label that does not count in the loss, nor in the metrics of this module
+        numbers   several targets of a sample are numbers to predict, even if all are 0 or 1
+        """
+        self.numbers = numbers
         named, self.ignored = by_name(given), IGNORED if ignored is None else ignored
         self.metrics = {name: make(thing) for name, thing in named.items()}
         self.ours = {n for n, thing in named.items() if isinstance(thing, str) and ":" not in thing}
@@ -274,6 +311,12 @@ class Metrics:
         counted = targets
         if self.ignored != IGNORED and not targets.is_floating_point():
             counted = targets.long().masked_fill(targets == self.ignored, IGNORED)
+        if self.ours and self.numbers and several(outputs, targets) is not None:
+            raise PrefedError(
+                "metrics: those with a name are for one label a target, or several by their "
+                'logits, which the squared error does not train; set loss="bce", or give a '
+                "function (outputs, targets) -> number"
+            )
         for name, metric in self.metrics.items():
             self._call(name, metric.update, outputs, counted if name in self.ours else targets)
 

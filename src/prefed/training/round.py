@@ -328,6 +328,7 @@ def server_update(
     steps          the local steps behind it: where clients take unequally many, their mean
     participation  the share of all clients that the mean speaks for
     """
+    mean.pop(LOCAL_STEPS, None)
     mean = algorithm.after_mean(mean)
     if BUFFERS in mean:
         server.buffers.copy_(mean[BUFFERS])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from prefed.algorithms import Algorithm
 from prefed.core import draws
 from prefed.core.errors import Diverged, Interrupted, PrefedError
-from prefed.core.losses import ignored_label
+from prefed.core.losses import by_targets, ignored_label, is_one_of, squared_error
 from prefed.core.machine import threads_for, torch_threads
 from prefed.core.schedule import at
 from prefed.data import FederatedData
@@ -22,7 +22,7 @@ from prefed.training.client_evaluation import ClientEvaluation
 from prefed.training.diagnostics import CollapseWatch, diagnose
 from prefed.training.goals import Best, Goal, Stopper
 from prefed.training.identity import identity
-from prefed.training.messages import from_mean
+from prefed.training.messages import mean_steps
 from prefed.training.metrics import Metrics
 from prefed.training.observers import Callback, Observers
 from prefed.training.ranks import make_trainer
@@ -111,7 +111,8 @@ class Run:
         self._collapse = CollapseWatch(algorithm)
         self.client_evaluation = self._client_evaluation()
         """How clients are evaluated one by one; None if they are not."""
-        self.metrics = Metrics(settings.metrics, device, ignored_label(self.task.loss))
+        numbers = is_one_of(self.task.loss, (by_targets, squared_error))
+        self.metrics = Metrics(settings.metrics, device, ignored_label(self.task.loss), numbers)
         self.best: Best | None = None
         """The round with the best model, if it is to be kept."""
         self._best_state: dict[str, Tensor] = {}
@@ -139,9 +140,6 @@ class Run:
                 f"evaluate_clients: {self.settings.evaluate_clients} is more than the "
                 f"{len(self.data)} clients there are"
             )
-        if not self.trainer.has_clients:
-            log.warning("clients are not evaluated one by one: their samples are elsewhere")
-            return None
         return ClientEvaluation(self)
 
     def _set_goals(self) -> None:
@@ -247,7 +245,7 @@ class Run:
             if not arrived.is_finite:
                 what = "weights are" if math.isfinite(arrived.loss) else "training loss is"
                 raise self._diverged(record, start, f"the {what} not finite")
-            steps = from_mean(arrived.mean)
+            steps = settings.local_steps or mean_steps(arrived.mean)
             if settings.local_epochs is not None:
                 record["local_steps"] = steps
             self._step(arrived, steps)

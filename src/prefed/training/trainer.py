@@ -19,6 +19,7 @@ from prefed.rules import State
 from prefed.training.round import Server
 
 if TYPE_CHECKING:
+    from prefed.training.client_evaluation import ClientEvaluation, Score
     from prefed.training.run import Run
 
 Record = dict[str, Any]
@@ -30,7 +31,7 @@ class Arrived:
     """What the clients of a round sent: admitted and averaged as it came in."""
 
     mean: State
-    """The mean of what the clients sent."""
+    """The mean of what the clients sent, and of their "local_steps" if these may be unequal."""
     loss: float
     """The mean training loss."""
     clients: int
@@ -50,8 +51,6 @@ class Trainer(ABC):
     """This process evaluates, writes and prints for the run; of several ranks only the first."""
     threads: int | None = None
     """Torch's threads for each operation of a round; None leaves them as they are."""
-    has_clients: bool = False
-    """The clients' samples are in this process, so that it can evaluate them one by one."""
     engine: str = ""
     """How the run computes, known after `prepare`. A resumed run goes on with the same."""
 
@@ -68,6 +67,10 @@ class Trainer(ABC):
     def client_state(self, server: Server, client: int) -> tuple[Tensor, Tensor]:
         """All weights and statistics of a client, as it would be evaluated."""
         raise PrefedError("what clients keep is not held here; evaluate where they are")
+
+    def scores(self, evaluation: "ClientEvaluation", clients: list[int]) -> Mapping[int, "Score"]:
+        """Each client on its own test samples, as far as they can be had."""
+        return dict(evaluation.here(clients))
 
     def state(self) -> dict[str, Tensor]:
         """What the next rounds depend on besides the server, by name, as a checkpoint holds it."""

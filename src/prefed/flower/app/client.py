@@ -14,4 +14,4 @@ app = client_app(Path(__file__).with_name("config.toml"))
 #     app = client_app(Path(__file__).with_name("config.toml"), data=my_data)
 #
 # and own_data=True in server.py. The config's data set then only gives the test set and the number
-# of clients.
+# of clients. If it sets client_test, that share of x, y is for evaluating the client.

@@ -1,0 +1,109 @@
+"""The clients of a deployed config that live on one node, for the time of one message."""
+
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from flwr.app import Context, MetricRecord, RecordDict
+
+from prefed.core.errors import PrefedError
+from prefed.core.losses import are_labels
+from prefed.data import FederatedData
+from prefed.experiments.config import load
+from prefed.flower import protocol as p
+from prefed.flower.client import OwnData, place
+from prefed.flower.kept_state import KeptState, state_directory
+from prefed.flower.wire import pack_message, unpack
+from prefed.rules import State
+from prefed.training.admission import Spec, broadcast
+from prefed.training.engines.sequential import Sequential
+from prefed.training.messages import upload
+from prefed.training.round import Server, first_kept
+
+
+class Host:
+    def __init__(self, text: str, own: OwnData | None, asked: RecordDict, context: Context) -> None:
+        self.ask, self.asked = p.Ask.read(asked.get(p.ASK)), asked
+        if self.ask.config != p.fingerprint(text):
+            raise PrefedError("the server runs another config than this node's app holds")
+        self.place = place(context)
+        config = load(tomllib.loads(text))
+        self.run = config.make_run()
+        if own is not None:
+            share = config.data.client_test
+            data = _own_data(self.run.data, own(context))
+            self.run.data = data.hold_out(share, config.seed) if share else data
+        self.keeps = first_kept(self.run.algorithm, self.run.task.flat)
+        self.store = KeptState(state_directory(dict(context.node_config)), self.ask.run)
+
+    def train(self) -> RecordDict:
+        run, reply = self.run, RecordDict()
+        algorithm, server = run.algorithm, self._server(run.server)
+        engine = Sequential(run.task, run.data, run.settings)
+        for client, kept, about in self._clients():
+            update = engine.update(algorithm, server, [client], kept)
+            message, stays = upload(algorithm, server, update, [client], kept, run.settings.seed)
+            if self.keeps:
+                self.store.write(client, self.ask.round, {n: v[0] for n, v in stays.items()})
+            about |= {p.SAMPLES: len(run.data.client(client)), p.LOSS: float(update.losses[0])}
+            reply[p.update_key(client)] = pack_message(message)
+            reply[p.about_key(client)] = MetricRecord(about)
+        return reply
+
+    def evaluate(self) -> RecordDict:
+        run, reply, evaluation = self.run, RecordDict(), self.run.client_evaluation
+        if evaluation is None:
+            raise PrefedError("clients have no test samples of their own; set data.client_test")
+        run.server = self._server(evaluation.shown(run.server))
+        for client, kept, about in self._clients():
+            run.kept.update(kept)
+            about[p.SAMPLES] = len(run.data.client_test(client))
+            for _, (loss, accuracy) in evaluation.here([client] if about[p.SAMPLES] else []):
+                if accuracy is not None or not evaluation.may_ignore:
+                    about[p.EVALUATION_LOSS] = loss
+                if accuracy is not None:
+                    about[p.ACCURACY] = accuracy
+            reply[p.about_key(client)] = MetricRecord(about)
+        return reply
+
+    def _server(self, first: Server) -> Server:
+        """The server as the message shows it; what it does not show is as in the beginning."""
+        device = self.run.task.device
+        state = unpack(self.asked[p.SERVER], broadcast(self.run.algorithm, first))
+        state = {name: value.to(device) for name, value in state.items()}
+        weights, buffers = state.pop("weights"), state.pop("buffers", first.buffers)
+        steps = torch.tensor(self.ask.steps, device=device)
+        return Server(
+            self.ask.round, weights, buffers, {}, state, first.layout, steps, first.personal
+        )
+
+    def _clients(self) -> Iterator[tuple[int, dict[int, State], dict[str, Any]]]:
+        """Each client that is asked for, what it has kept, and what its reply begins with."""
+        partition, partitions = self.place
+        device = self.run.task.device
+        specs = {n: Spec(tuple(v.shape), v.dtype) for n, v in self.keeps.items()}
+        for client, last in zip(self.ask.clients, self.ask.after, strict=True):
+            if p.hosted(client, partitions) != partition:
+                raise PrefedError(f"client {client} does not live on partition {partition}")
+            began = self.store.read(client, last, specs) if self.keeps else None
+            kept = {} if began is None else {client: {n: v.to(device) for n, v in began.items()}}
+            after = last if began is not None else -1
+            yield client, kept, {p.CLIENT: client, p.ROUND: self.ask.round, p.AFTER: after}
+
+
+def _own_data(data: FederatedData, samples: Any) -> FederatedData:
+    """The config's data with this node's samples in place of every client's."""
+
+    class Own:
+        def __len__(self) -> int:
+            return len(data)
+
+        def __getitem__(self, client: int) -> Any:
+            return samples
+
+    made = FederatedData(Own(), data.test, data.transform, data.augment)
+    found, wanted = made.client(0).y, data.client(0).y
+    if are_labels(found) != are_labels(wanted):
+        raise PrefedError(f"y of this node is {found.dtype}, that of the config {wanted.dtype}")
+    return made
