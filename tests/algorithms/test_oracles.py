@@ -73,8 +73,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
         ),
     ],
     "prefedsync": grid(accumulate=["sum", "ema"], tau=[0.1]),
-    "scaffold": grid(server_lr=[1.0, 0.5]),
-    "fedprox": grid(mu=[0.0, 0.5]),
+    "scaffold": grid(server_lr=[1.0, 0.5], client_momentum=[0.0, 0.7]),
+    "fedprox": grid(mu=[0.0, 0.5], client_momentum=[0.0, 0.7]),
     "fednova": grid(client_momentum=[0.0, 0.7], server_momentum=[0.0, 0.5], server_lr=[1.0, 0.3]),
 }
 ANY_CLIENT = grid(clip_norm=[None, 0.3], weight_decay=[0.0, 0.05])[1:]

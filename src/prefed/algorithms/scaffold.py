@@ -3,10 +3,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
+from prefed.algorithms.fedavg import Fraction
 from prefed.algorithms.sharing import Policy, average, keep
 from prefed.core.layout import Layout
 from prefed.core.schedule import Rate
-from prefed.rules import Field, Rule, State
+from prefed.rules import SGD, Field, Rule, State
 
 
 @ALGORITHMS.register("scaffold")
@@ -18,26 +19,30 @@ class SCAFFOLD(Algorithm):
     """
 
     client_lr: Rate = 0.05
+    client_momentum: Fraction = 0.0
+    """Of the gradient alone, as in the code of NIID-Bench: w -= lr * (buffer + c - c_i). The buffer
+    begins at zero in each round."""
 
     def client_rule(self) -> Rule:
-        return ControlledSGD()
+        return ControlledSGD(self.client_momentum)
 
     def sharing(self) -> dict[str, Policy]:
         return {"c": average(follow="participation"), "c_i": keep()}
 
 
 @dataclass(frozen=True)
-class ControlledSGD(Rule):
+class ControlledSGD(SGD):
     """w -= lr * (g + c - c_i); after the round c_i = c_i - c + (w_start - w) / (steps * lr)."""
 
     def fields(self, layout: Layout) -> dict[str, Field]:
-        return {name: Field((layout.size,)) for name in ("c", "c_i", "w_start")}
+        own = {name: Field((layout.size,)) for name in ("c", "c_i", "w_start")}
+        return super().fields(layout) | own
 
     def begin(self, w: Tensor, state: State) -> None:
         state["w_start"].copy_(w)
 
     def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
-        w.add_((g + state["c"]).sub_(state["c_i"]), alpha=-lr)
+        w.add_((self.direction(g, state) + state["c"]).sub_(state["c_i"]), alpha=-lr)
 
     def finish(self, w: Tensor, state: State, lr: float, steps: int) -> None:
         c, c_i = state["c"], state["c_i"]

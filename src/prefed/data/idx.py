@@ -23,23 +23,27 @@ EMNIST_IMAGES = 814_255
 
 
 @DATASETS.register("mnist")
-def mnist(path: str | None = None, complete: bool = True) -> Dataset:
+def mnist(path: str | None = None, complete: bool = True, normalise: bool = True) -> Dataset:
     """70,000 handwritten digits of 28 x 28 pixels, 10,000 of them for testing.
 
-    path      holds the four idx files, plain or .gz, or a folder with the data set's name
-    complete  false accepts files with fewer images than the official ones have
+    path       holds the four idx files, plain or .gz, or a folder with the data set's name
+    complete   false accepts files with fewer images than the official ones have
+    normalise  false leaves pixels between 0 and 1, in place of mean 0 and deviation 1
     """
-    return _like_mnist("mnist", path, complete, 0.1307, 0.3081)
+    return _like_mnist("mnist", path, complete, (0.1307, 0.3081) if normalise else PLAIN)
 
 
 @DATASETS.register("fashion-mnist")
-def fashion_mnist(path: str | None = None, complete: bool = True, augment: bool = False) -> Dataset:
+def fashion_mnist(
+    path: str | None = None, complete: bool = True, augment: bool = False, normalise: bool = True
+) -> Dataset:
     """70,000 pictures of clothes of 28 x 28 pixels in 10 classes, 10,000 of them for testing.
 
-    path, complete  as of mnist
+    path, complete, normalise  as of mnist
     augment   in training, move each image by up to 4 pixels and mirror half of them
     """
-    return _like_mnist("fashion-mnist", path, complete, 0.2860, 0.3530, augment)
+    scale = (0.2860, 0.3530) if normalise else PLAIN
+    return _like_mnist("fashion-mnist", path, complete, scale, augment)
 
 
 @DATASETS.register("kmnist")
@@ -48,7 +52,7 @@ def kmnist(path: str | None = None, complete: bool = True) -> Dataset:
 
     path, complete  as of mnist
     """
-    return _like_mnist("kmnist", path, complete, 0.1918, 0.3483)
+    return _like_mnist("kmnist", path, complete, (0.1918, 0.3483))
 
 
 @DATASETS.register("emnist")
@@ -69,17 +73,20 @@ def emnist(path: str | None = None, part: Part = "balanced") -> Dataset:
     return Dataset(upright[0], targets[0], test, normalise, classes=classes)
 
 
+PLAIN = 0.0, 1.0
+"""Mean and deviation of pixels that stay between 0 and 1."""
 KINDS = ("images-idx3-ubyte", "labels-idx1-ubyte")
 
 
 def _like_mnist(
-    name: str, path: str | None, complete: bool, mean: float, std: float, augment: bool = False
+    name: str, path: str | None, complete: bool, scale: tuple[float, float], augment: bool = False
 ) -> Dataset:
     names = [f"{part}-{kind}" for part in ("train", "t10k") for kind in KINDS]
     counts = (60_000, 10_000) if complete else None
     arrays = _read(name, reading.root(path), names, counts, 10, False)
     x, y, test_x, test_y = (torch.from_numpy(a) for a in arrays)
-    normalise, change = Normalise((mean,), (std,)), CropAndFlip() if augment else None
+    mean, deviation = scale
+    normalise, change = Normalise((mean,), (deviation,)), CropAndFlip() if augment else None
     test = (test_x.unsqueeze(1), test_y.long())
     return Dataset(x.unsqueeze(1), y.long(), test, normalise, None, 10, change)
 

@@ -19,6 +19,8 @@ class SGD(Rule):
         return {"momentum": Field((layout.size,))} if self.momentum else {}
 
     def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
-        if self.momentum:
-            g = state["momentum"].mul_(self.momentum).add_(g)
-        w.add_(g, alpha=-lr)
+        w.add_(self.direction(g, state), alpha=-lr)
+
+    def direction(self, g: Tensor, state: State) -> Tensor:
+        """The gradient, or the buffer that it has been added to."""
+        return state["momentum"].mul_(self.momentum).add_(g) if self.momentum else g

@@ -93,8 +93,8 @@ DEFAULTS: dict[str, Options] = {
         "bias_correction": False,
     },
     "prefedsync": {"beta2": 0.9, "tau": 1e-3, "accumulate": "sum"},
-    "scaffold": {},
-    "fedprox": {"mu": 0.01},
+    "scaffold": {"client_momentum": 0.0},
+    "fedprox": {"mu": 0.01, "client_momentum": 0.0},
     "fednova": {"client_momentum": 0.0, "server_momentum": 0.0},
 }
 
@@ -306,11 +306,13 @@ class FedProx(Algorithm):
         losses = []
         for i in cohort:
             w_i = w.copy()
+            buffer = np.zeros(self.d)
             loss_i = 0.0
             for x, y in self.task.local_data(t, i):
                 loss, g = self.task.gradient(w_i, x, y)
                 loss_i += loss / self.task.count(t, i)
-                w_i = w_i - lr * (g + mu * (w_i - w))
+                buffer = self.options["client_momentum"] * buffer + g + mu * (w_i - w)
+                w_i = w_i - lr * buffer
             deltas.append(w_i - w)
             losses.append(loss_i)
         delta = self.task.mean(cohort, deltas)
@@ -334,11 +336,13 @@ class Scaffold(Algorithm):
         for i in cohort:
             c_i = self.kept[i]["c_i"] if i in self.kept else np.zeros(self.d)
             w_i = w.copy()
+            buffer = np.zeros(self.d)
             loss_i = 0.0
             for x, y in self.task.local_data(t, i):
                 loss, g = self.task.gradient(w_i, x, y)
                 loss_i += loss / self.task.count(t, i)
-                w_i = w_i - lr * (g + c - c_i)
+                buffer = self.options["client_momentum"] * buffer + g
+                w_i = w_i - lr * buffer - lr * (c - c_i)
             c_i_new = c_i - c + (w - w_i) / (self.task.count(t, i) * lr)
             self.kept[i] = {"c_i": c_i_new}
             deltas.append(w_i - w)
