@@ -9,6 +9,9 @@ READY := $(VENV)/.ready
 SEVEN := fedavg,fedadagrad,fedadam,fedyogi,adaalter,prefed,prefedopt
 STUDIES := digits-noniid digits-autoencoder synthetic upload-digits cifar10-noniid cifar10-iid upload-cifar10 shakespeare cifar10-autoencoder
 
+# Compiled modules are kept: tests start many processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help venv demo test test-fast test-all check format docs bench bench-peers study faults protections hostile deployments clean
 
 help:
@@ -50,7 +53,7 @@ test: venv
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-fast: venv
-	$(BIN)/python -m pytest -n 3 --dist worksteal --fast
+	$(BIN)/python -m pytest -n 2 --dist worksteal --fast
 
 test-all: venv
 	$(BIN)/python -m pytest -n 2 -m ""
