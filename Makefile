@@ -16,8 +16,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo    compare seven algorithms on 8x8 digits (about a minute after set-up)"
-	@echo "make test    run the tests (about nine minutes on two cores)"
-	@echo "make test-fast  a part that starts no process (about two minutes)"
+	@echo "make test    run the tests (about six minutes on two cores)"
+	@echo "make test-fast  a part that starts no process (under a minute)"
 	@echo "make test-all   all of them: every fault, every protection, real deployments (hours)"
 	@echo "make check   ruff, mypy --strict, the layers of the package, known holes in dependencies"
 	@echo "make docs    the documentation site, into build/docs"

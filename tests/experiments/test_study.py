@@ -34,6 +34,7 @@ from prefed.experiments.stored_runs import (
 )
 from prefed.experiments.study import StudyRuns, merged, read, studies
 from prefed.report.figures import to_bytes
+from tests.helpers import ROOT
 from tests.helpers.commands import prefed_here
 
 TABLE: dict[str, Any] = {
@@ -304,8 +305,14 @@ def test_scores_are_checked_before_use(source: Path, tmp_path: Path) -> None:
         read("nothing-of-that-name")
 
 
+DONE = {path.stem for path in (ROOT / "docs" / "results").glob("*.json")}
+"""Their configs are made in test_results.py as well."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", studies())
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in DONE else []) for n in studies()]
+)
 def test_shipped_studies_can_be_planned(name: str, tmp_path: Path) -> None:
     """Every point and every line is a config that `load` accepts."""
     _, study = read(name)
