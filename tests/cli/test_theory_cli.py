@@ -107,7 +107,7 @@ def test_names_of_users_are_escaped(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_bounds_of_two_clients_have_no_rate_in_m(tmp_path: Path) -> None:
     changes = [word for change in SMALL for word in ("--set", change)]
-    few = ["--set", "data.split.clients=2", "--set", "clients_per_round=2", "--set", "rounds=2"]
+    few = ["--set", "data.split.clients=2", "--set", "clients_per_round=2"]
     done = command("bounds", "digits-noniid", *changes, *few, "--out", str(tmp_path / "out"))
     assert done.exit_code == 0, done.exception
     found = json.loads((tmp_path / "out" / "numbers.json").read_text())

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from prefed.core.errors import PrefedError
-from prefed.experiments.plans import plan_comparison, run_all
 from prefed.experiments.trackers import Tracking
 from tests.helpers.commands import prefed_here
 
@@ -56,14 +55,6 @@ def test_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = prefed_here(*words, cwd=tmp_path)  # what is finished is not tracked again
     assert done.returncode == 0, done.stderr
     assert len([*tmp_path.rglob("tags/group")]) == 2
-
-
-@pytest.mark.process
-def test_a_comparison_in_python(tmp_path: Path) -> None:
-    out = tmp_path / "cmp"
-    planned = plan_comparison("digits-iid", ["fedavg"], 2, SHORT, out)
-    run_all(planned, 1, tracking=Tracking(["tensorboard"], out))
-    assert steps(out / "tensorboard") == {"fedavg-seed0": [1, 2], "fedavg-seed1": [1, 2]}
 
 
 @pytest.mark.process
