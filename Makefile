@@ -9,12 +9,15 @@ READY := $(VENV)/.ready
 SEVEN := fedavg,fedadagrad,fedadam,fedyogi,adaalter,prefed,prefedopt
 STUDIES := digits-noniid digits-autoencoder synthetic upload-digits cifar10-noniid cifar10-iid upload-cifar10 shakespeare cifar10-autoencoder
 
+# Compiled modules are kept: tests start many processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help venv demo test test-fast test-all check format docs bench bench-peers study faults protections hostile deployments clean
 
 help:
 	@echo "make demo    compare seven algorithms on 8x8 digits (about a minute after set-up)"
-	@echo "make test    run the tests (about nine minutes on two cores)"
-	@echo "make test-fast  a part that starts no process (about two minutes)"
+	@echo "make test    run the tests (about six minutes on two cores)"
+	@echo "make test-fast  a part that starts no process (under a minute)"
 	@echo "make test-all   all of them: every fault, every protection, real deployments (hours)"
 	@echo "make check   ruff, mypy --strict, the layers of the package, known holes in dependencies"
 	@echo "make docs    the documentation site, into build/docs"
@@ -50,7 +53,7 @@ test: venv
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-fast: venv
-	$(BIN)/python -m pytest -n 3 --dist worksteal --fast
+	$(BIN)/python -m pytest -n 2 --dist worksteal --fast
 
 test-all: venv
 	$(BIN)/python -m pytest -n 2 -m ""

@@ -25,12 +25,18 @@ os.environ["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.g
 settings.register_profile("prefed", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("prefed")
 
-CASES = 3
+CASES = 2
 """Of a test with more cases than this, --fast takes about so many, spread evenly."""
+FLOWER = Path(__file__).parent / "flower"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="a part that starts no process")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --fast nothing of Flower."""
+    return True if config.getoption("--fast") and collection_path == FLOWER else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -16,7 +16,7 @@ from tests.helpers.device import DEVICE
 from tests.helpers.problems import SIZES, arrays, tiny_data, tiny_model
 from tests.training.test_personal import CASES as PERSONAL
 
-ROUNDS, STEPS, BATCH = 5, 3, 5
+ROUNDS, STEPS, BATCH = 4, 3, 5
 
 
 def grid(**options: list[Any]) -> list[dict[str, Any]]:
@@ -184,9 +184,13 @@ def test_full_batch(name: str, options: dict[str, Any]) -> None:
     compare(name, options, "uniform", None)
 
 
+WEIGHTINGS = ["uniform", "samples", [0.5, 3, 1, 2, 1.5, 1]]
+WAYS = [*product(WEIGHTINGS, [None, BATCH])][1:]
+"""All but the one of `test_full_batch`."""
+
+
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("weighting", ["uniform", "samples", [0.5, 3, 1, 2, 1.5, 1]])
-@pytest.mark.parametrize("batch", [None, BATCH])
+@pytest.mark.parametrize(("weighting", "batch"), WAYS)
 def test_weighting_and_batches(name: str, weighting: Any, batch: int | None) -> None:
     for options in (CASES[name][0], CASES[name][-1]):
         compare(name, options, weighting, batch)

@@ -15,8 +15,6 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, ra
 import prefed
 from tests.helpers.problems import SIZES, tiny_model
 
-datasets = pytest.importorskip("datasets")
-partitioners = pytest.importorskip("flwr_datasets.partitioner")
 Image = pytest.importorskip("PIL.Image")
 
 rng = np.random.default_rng(0)
@@ -41,6 +39,7 @@ class Rows(Dataset[Any]):
 
 def hugging_face() -> Any:
     """Numbers as Python has them: floats, which are as exact as ours, and integers."""
+    datasets = pytest.importorskip("datasets")  # takes seconds, and most tests do without
     return datasets.Dataset.from_dict({"features": X.tolist(), "label": Y.tolist()})
 
 
@@ -48,6 +47,7 @@ def natural() -> Any:
     """A partitioner of flwr-datasets that makes our parts."""
     owner = {int(n): f"{client}" for client, part in enumerate(PARTS) for n in part}
     whole = hugging_face().add_column("owner", [owner[n] for n in range(48)])
+    partitioners = pytest.importorskip("flwr_datasets.partitioner")
     partitioner = partitioners.NaturalIdPartitioner(partition_by="owner")
     partitioner.dataset = whole
     return partitioner
@@ -164,6 +164,7 @@ def pixels(shape: tuple[int, ...]) -> Any:
 @pytest.mark.parametrize("mode", ["RGB", "L", "1", "P", "RGBA"])
 def test_images_are_channels_first_from_0_to_1(mode: str) -> None:
     pictures = [Image.fromarray(pixels((6, 5, 3))).convert(mode) for _ in range(4)]
+    datasets = pytest.importorskip("datasets")
     features = datasets.Features(img=datasets.Image(), label=datasets.Value("int64"))
     table = {"img": pictures, "label": [0, 1, 2, 3]}
     data = prefed.FederatedData(
@@ -208,7 +209,7 @@ def test_a_model_of_images() -> None:
 
 
 def test_columns_of_a_table() -> None:
-    table = datasets.Dataset.from_dict(
+    table = pytest.importorskip("datasets").Dataset.from_dict(
         {"age": [1.5, 2, 3], "height": [4, 5, 6], "tall": [True, False, True]}
     )
     x, y = prefed.FederatedData([table], x=["age", "height"], y="tall").client(0).all()
@@ -232,7 +233,9 @@ def test_collate_pads_tokens() -> None:
         return x, y
 
     data = prefed.FederatedData(
-        datasets.Dataset.from_dict({"tokens": texts}), parts=[[0, 1], [2, 3]], collate=pad
+        pytest.importorskip("datasets").Dataset.from_dict({"tokens": texts}),
+        parts=[[0, 1], [2, 3]],
+        collate=pad,
     )
     x, y = data.client(1).take(torch.tensor([1, 0]))
     assert x.tolist() == [[7, 8, 9, 1, 0], [5, 6, 0, 0, 0]]

@@ -91,13 +91,13 @@ def test_a_comparison_is_paired_and_goes_on_after_a_stop(tmp_path: Path) -> None
 def test_a_diverged_run_is_shown_as_diverged(tmp_path: Path) -> None:
     changes = [*SHORT, "algorithm.client_lr=1e30"]
     good = plan_comparison("digits-noniid", ["prefed"], 2, SHORT, tmp_path / "a")
-    bad = plan_comparison("digits-noniid", ["fedavg"], 2, changes, tmp_path / "b")
-    groups = group(run_all([*good, *bad], 2))
+    bad = plan_comparison("digits-noniid", ["fedavg"], 2, changes, tmp_path / "c")
+    groups = group(run_all([*good, *bad], 1))
     assert [g.label for g in groups] == ["prefed", "fedavg"]
     assert (groups[1].count("diverged"), groups[1].mean()) == (2, None)
     words = ["compare", "digits-noniid", "--algorithms", "fedavg", "--seeds", "2", *SHORT_WORDS]
-    more = ["--set", "algorithm.client_lr=1e30", "--out", "c", "--workers", "1"]
-    done = prefed_here(*words, *more, cwd=tmp_path)
+    more = ["--set", "algorithm.client_lr=1e30", "--out", "c"]
+    done = prefed_here(*words, *more, cwd=tmp_path)  # of the same runs
     assert done.returncode == 0, done.stderr
     assert "(2/2 diverged)" in done.stdout
     assert "Diverged" in (tmp_path / "c" / "report.html").read_text()
@@ -152,7 +152,8 @@ def living(group: int) -> list[str]:
 @pytest.mark.process
 def test_sweep_chooses_on_validation_and_tests_once(tmp_path: Path) -> None:
     words = ["sweep", "digits-noniid", *SHORT_WORDS, "--set", "algorithm=fedadam", "--out", "s",
-             "--grid", "client_lr=0.001,0.1,1e30", "--grid", "server_lr=0.01,0.1"]  # fmt: skip
+             "--grid", "client_lr=0.001,0.1,1e30", "--grid", "server_lr=0.01,0.1",
+             "--workers", "1"]  # fmt: skip
     done = prefed_here(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "diverged" in done.stdout
@@ -287,24 +288,17 @@ def test_a_function_as_a_step_size_stands_in_a_config_by_its_name(tmp_path: Path
 
 
 @pytest.mark.process
-def test_tensorboard(tmp_path: Path) -> None:
-    words = ["run", "digits-iid", *SHORT_WORDS, "--out", "run", "--track", "tensorboard"]
-    done = prefed_command(*words, cwd=tmp_path)
+def test_tensorboard_and_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    words = ["run", "digits-iid", *SHORT_WORDS, "--out", "run"]
+    done = prefed_command(*words, "--track", "tensorboard", "--track", "mlflow", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("test_accuracy")] == [1, 2, 3]
-
-
-@pytest.mark.process
-def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    words = ["run", "digits-iid", *SHORT_WORDS, "--out", "run", "--track", "mlflow"]
-    done = prefed_command(*words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
     metric = next((tmp_path / "mlruns").rglob("metrics/test_accuracy"))
     assert len(metric.read_text().splitlines()) == 3
     assert next((tmp_path / "mlruns").rglob("params/algorithm.client_lr")).read_text()

@@ -25,8 +25,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return official.everything(tmp_path_factory.mktemp("data"))
 
 
+SLOW = {"paper-cifar10-iid", "paper-cifar100-iid"}
+"""As large as their non-iid ones, and different only in the split."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in presets()]
+)
 def test_a_round_of_every_preset(name: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFED_DATA", str(data))
     whole = load(name)

@@ -19,8 +19,14 @@ RESULTS = ROOT / "docs" / "results"
 DONE = sorted(path.stem for path in RESULTS.glob("*.json"))
 
 
+FEW = {"shakespeare", "digits-autoencoder", "upload-cifar10"}
+"""Of accuracies, of losses and of codecs; make test-all draws all of them."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", DONE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in FEW else [pytest.mark.slow]) for n in DONE]
+)
 def test_the_table_is_that_of_the_runs(name: str, tmp_path: Path) -> None:
     """Drawn again from the committed records, as `prefed study NAME --draw` does it."""
     assert name in studies()

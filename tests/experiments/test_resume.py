@@ -24,7 +24,7 @@ from prefed.experiments.checkpoints import CheckpointWarning
 from prefed.experiments.config import load
 from prefed.experiments.run_directory import execute
 from prefed.experiments.stored_runs import load_run
-from tests.helpers.commands import prefed_command
+from tests.helpers.commands import prefed_here
 from tests.helpers.run_folders import StopAfter, fingerprint, small
 
 VARIANTS = [
@@ -187,7 +187,7 @@ def begin(folder: Path, *more: str) -> subprocess.Popen[str]:
 @pytest.mark.process
 def test_one_ctrl_c_saves_and_a_second_run_is_refused(tmp_path: Path) -> None:
     process = begin(tmp_path / "run")
-    second = prefed_command(*LONG, "--out", str(tmp_path / "run"), "--resume")
+    second = prefed_here(*LONG, "--out", str(tmp_path / "run"), "--resume", cwd=tmp_path)
     assert second.returncode == 2
     assert "another process is running there" in second.stderr
     assert prefed.load_runs(tmp_path)[0].status == "running"

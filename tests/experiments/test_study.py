@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import shutil
 import sys
 import time
 import tomllib
@@ -33,6 +34,7 @@ from prefed.experiments.stored_runs import (
 )
 from prefed.experiments.study import StudyRuns, merged, read, studies
 from prefed.report.figures import to_bytes
+from tests.helpers import ROOT
 from tests.helpers.commands import prefed_here
 
 TABLE: dict[str, Any] = {
@@ -50,9 +52,23 @@ TABLE: dict[str, Any] = {
     },
 }
 
+FEW: dict[str, Any] = {"seeds": 1, "variants": {}}
+
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
+    return written(tmp_path, {})
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a study with few runs has written."""
+    folder = tmp_path_factory.mktemp("finished")
+    study_command(str(written(folder, FEW)), folder / "out", workers=1)
+    return folder / "out"
+
+
+def written(folder: Path, changes: dict[str, Any]) -> Path:
     config = tomllib.loads(tomli_w.dumps(load("digits-iid", ["rounds=4"]).to_dict()))
     config |= {
         "local_steps": 2,
@@ -64,8 +80,8 @@ def source(tmp_path: Path) -> Path:
     config["model"] = {"name": "mlp", "hidden": [8]}
     config["algorithm"] = {"name": "prefed"}
     config["tuned"] = {"prefed": {"client_lr": {"schedule": "cosine", "start": 0.02}, "tau": 0.01}}
-    (tmp_path / "quick.toml").write_text(tomli_w.dumps(config))
-    return write(tmp_path, {})
+    (folder / "quick.toml").write_text(tomli_w.dumps(config))
+    return write(folder, changes)
 
 
 def write(folder: Path, changes: dict[str, Any]) -> Path:
@@ -122,13 +138,13 @@ def test_a_study_from_the_command_line(
 
 @pytest.mark.process
 def test_runs_in_directories_go_into_the_archive(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    source: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Directories of an earlier version, without models, are drawn from, not run again, and moved
     into the archive beside the runs of other studies; an interrupted run stays and goes on."""
-    write(tmp_path, {"seeds": 1, "variants": {}})
+    write(tmp_path, FEW)
     out = tmp_path / "out"
-    study_command(str(source), out, workers=1)
+    shutil.copytree(finished, out)
     table, folder = (out / "small.md").read_text(), out / "quick"
     packed = (folder / ARCHIVE).read_bytes()
     archived = load_archive(folder)
@@ -206,6 +222,7 @@ def test_archives_are_checked_before_use(
         load_runs(tmp_path)
 
 
+@pytest.mark.long
 def test_damaged_archives_are_refused(tmp_path: Path) -> None:
     path = tmp_path / ARCHIVE
     whole = lzma.compress((json.dumps(RUN) + "\n").encode())
@@ -228,13 +245,13 @@ def test_damaged_archives_are_refused(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_a_study_that_is_stopped_goes_on(
     source: Path,
+    finished: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It ends in the same table as one that was not stopped."""
-    write(tmp_path, {"seeds": 1, "variants": {}})
-    study_command(str(source), tmp_path / "whole", workers=1)
+    write(tmp_path, FEW)
     capsys.readouterr()
 
     for looks in (3, 9):  # at the clock, before the time is over: in the tuning, in a run
@@ -246,7 +263,7 @@ def test_a_study_that_is_stopped_goes_on(
     study_command(str(source), tmp_path / "cut", workers=1)
     assert "the same command goes on" not in capsys.readouterr().out
     for name in ("small.md", "quick/tuning.json"):
-        assert (tmp_path / "cut" / name).read_text() == (tmp_path / "whole" / name).read_text()
+        assert (tmp_path / "cut" / name).read_text() == (finished / name).read_text()
 
 
 @pytest.mark.parametrize(
@@ -288,8 +305,14 @@ def test_scores_are_checked_before_use(source: Path, tmp_path: Path) -> None:
         read("nothing-of-that-name")
 
 
+DONE = {path.stem for path in (ROOT / "docs" / "results").glob("*.json")}
+"""Their configs are made in test_results.py as well."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", studies())
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in DONE else []) for n in studies()]
+)
 def test_shipped_studies_can_be_planned(name: str, tmp_path: Path) -> None:
     """Every point and every line is a config that `load` accepts."""
     _, study = read(name)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from prefed.core.errors import PrefedError
-from prefed.experiments.plans import plan_comparison, run_all
 from prefed.experiments.trackers import Tracking
 from tests.helpers.commands import prefed_here
 
@@ -42,7 +41,7 @@ def test_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     words = ["compare", "digits-iid", "--algorithms", "fedavg,prefed", "--seeds", "1", *WORDS]
-    words += ["--out", "cmp", "--workers", "2", "--track", "tensorboard", "--track", "mlflow"]
+    words += ["--out", "cmp", "--workers", "1", "--track", "tensorboard", "--track", "mlflow"]
     done = prefed_here(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     runs = {"fedavg-seed0", "prefed-seed0"}
@@ -59,17 +58,9 @@ def test_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.process
-def test_a_comparison_in_python(tmp_path: Path) -> None:
-    out = tmp_path / "cmp"
-    planned = plan_comparison("digits-iid", ["fedavg"], 2, SHORT, out)
-    run_all(planned, tracking=Tracking(["tensorboard"], out))
-    assert steps(out / "tensorboard") == {"fedavg-seed0": [1, 2], "fedavg-seed1": [1, 2]}
-
-
-@pytest.mark.process
 def test_a_sweep_and_a_study(tmp_path: Path) -> None:
     words = ["sweep", "digits-iid", *WORDS, "--grid", "client_lr=0.01,0.02", "--out", "sw"]
-    done = prefed_here(*words, "--track", "tensorboard", cwd=tmp_path)
+    done = prefed_here(*words, "--workers", "1", "--track", "tensorboard", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = steps(tmp_path / "sw" / "tensorboard")
     points = {f"points/client_lr={lr},seed=0" for lr in ("0.01", "0.02")}
@@ -77,7 +68,7 @@ def test_a_sweep_and_a_study(tmp_path: Path) -> None:
     assert len([name for name in found if name.startswith("best/")]) == 1
 
     (tmp_path / "small.toml").write_text(STUDY)
-    words = ["study", "small.toml", "--out", "st", "--track", "tensorboard"]
+    words = ["study", "small.toml", "--out", "st", "--workers", "1", "--track", "tensorboard"]
     done = prefed_here(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = steps(tmp_path / "st" / "tensorboard")

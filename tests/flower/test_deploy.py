@@ -39,6 +39,7 @@ from prefed.flower.protocol import PARTITION, PARTITIONS
 from prefed.flower.server import PARTITIONS_FOUND
 from prefed.flower.write import write_app
 from tests.helpers import ROOT
+from tests.helpers.commands import prefed_here
 from tests.helpers.federation import told_by_all
 
 
@@ -104,15 +105,16 @@ def options(changes: list[str]) -> list[str]:
 
 @pytest.mark.process
 def test_a_small_deployment(tmp_path: Path, nothing_left: dict[str, str]) -> None:
-    """Two nodes, TLS and keys, three rounds, state that clients keep: the bits of simulation."""
-    changes = ["rounds=3", "algorithm=prefed", "momentum=keep"]
+    """Two nodes, TLS and keys, two rounds, state that clients keep: the bits of simulation."""
+    changes = ["rounds=2", "data.split.clients=4", "clients_per_round=4", "algorithm=prefed"]
+    changes += ["momentum=keep"]
     words = ["digits-noniid", *options(changes), "--local", "2", "--out", str(tmp_path / "run")]
     output, errors = (done := deploy(words, nothing_left)).communicate(timeout=900)
     assert done.returncode == 0, errors
-    assert re.findall(r"round (\d)/3", output) == ["1", "2", "3"]
+    assert re.findall(r"round (\d)/2", output) == ["1", "2"]
     lines = output.splitlines()
     assert lines[:2] == ["SuperLink starts", "SuperLink is up; nodes get keys"]
-    waits = lines[2 : next(n for n, line in enumerate(lines) if line.startswith("round 1/3"))]
+    waits = lines[2 : next(n for n, line in enumerate(lines) if line.startswith("round 1/2"))]
     assert re.fullmatch(r"[012] of 2 nodes connected.*", waits[0])
     assert waits[-1] == "clients train in round 1"
     assert len(set(waits)) == len(waits)
@@ -120,9 +122,9 @@ def test_a_small_deployment(tmp_path: Path, nothing_left: dict[str, str]) -> Non
     assert {p.name for p in (tmp_path / "run" / "logs").iterdir()} == {
         "superlink.log", "supernode-0.log", "supernode-1.log", "run.log"
     }  # fmt: skip
-    _, errors = (refused := deploy(words, nothing_left)).communicate(timeout=60)
+    refused = prefed_here("deploy", *words, cwd=tmp_path)
     assert refused.returncode == 2
-    assert "holds this run already" in errors
+    assert "holds this run already" in refused.stderr
 
 
 @pytest.mark.process
@@ -186,9 +188,9 @@ def test_usage(words: list[str], message: str, tmp_path: Path) -> None:
 @pytest.mark.process
 def test_the_written_app(tmp_path: Path, nothing_left: dict[str, str]) -> None:
     written_to = tmp_path / "app"
-    words = ["digits-noniid", "--write", str(written_to), "--norm-cap", "5"]
-    _, errors = (done := deploy(words, nothing_left)).communicate(timeout=60)
-    assert done.returncode == 0, errors
+    words = ["deploy", "digits-noniid", "--write", str(written_to), "--norm-cap", "5"]
+    done = prefed_here(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     written = {str(p.relative_to(written_to)) for p in written_to.rglob("*") if p.is_file()}
     package = {f"prefed_app/{n}" for n in ("__init__.py", "client.py", "server.py", "config.toml")}
     assert written == {"pyproject.toml", "README.md", *package}
@@ -198,9 +200,9 @@ def test_the_written_app(tmp_path: Path, nothing_left: dict[str, str]) -> None:
         build, env=home, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert built.returncode == 0, built.stdout + built.stderr
-    _, errors = (done := deploy(words, nothing_left)).communicate(timeout=60)
+    done = prefed_here(*words, cwd=tmp_path)
     assert done.returncode == 2
-    assert "is not empty" in errors
+    assert "is not empty" in done.stderr
 
 
 def wait_until(what: Callable[[], bool], seconds: float) -> None:

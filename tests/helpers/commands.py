@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import prefed
 
@@ -28,17 +28,21 @@ def prefed_command(*words: str, cwd: Path | None = None) -> Done:
 
 def prefed_here(*words: str, cwd: Path) -> Done:
     """The same in this process, which has imported torch already."""
+    out, err = io.StringIO(), io.StringIO()
+    code = exit_code(*words, cwd=cwd, out=out, err=err)
+    return subprocess.CompletedProcess(list(words), code, out.getvalue(), err.getvalue())
+
+
+def exit_code(*words: str, cwd: Path, out: IO[str], err: IO[str]) -> int:
     from prefed import cli
 
-    out, err = io.StringIO(), io.StringIO()
     with as_it_was(cwd), redirect_stdout(out), redirect_stderr(err):
         sys.argv = ["prefed", *words]
         try:
             cli.main()
-            code = 0
         except SystemExit as done:
-            code = done.code if isinstance(done.code, int) else int(done.code is not None)
-    return subprocess.CompletedProcess(list(words), code, out.getvalue(), err.getvalue())
+            return done.code if isinstance(done.code, int) else int(done.code is not None)
+    return 0
 
 
 REGISTRIES: tuple[Any, ...] = (

@@ -55,7 +55,7 @@ def batchnorm() -> nn.Module:
 
 def run(name: str, model: nn.Module, engine: str, **options: Any) -> prefed.Result:
     algorithm = prefed.ALGORITHMS.get(name)(client_lr=RATES.get(name, 0.05))
-    settings: dict[str, Any] = {"rounds": 20, "local_steps": 3, "batch_size": 4, "seed": 5}
+    settings: dict[str, Any] = {"rounds": 10, "local_steps": 3, "batch_size": 4, "seed": 5}
     settings |= {"device": DEVICE, "clients_per_round": 4}
     dtype = next(model.parameters()).dtype
     data = options.pop("data", None) or tiny_data(dtype)

@@ -7,31 +7,39 @@ import os
 import pty
 import re
 import struct
-import sys
 import termios
+import threading
+from contextlib import suppress
 from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import exit_code
 
 
 def in_terminal(*words: str, columns: int, cwd: Path) -> list[str]:
-    """Run `prefed` in a terminal; the lines on its screen at the end."""
-    pid, handle = pty.fork()
-    if pid == 0:
-        os.chdir(cwd)
-        os.environ |= {"COLUMNS": str(columns), "TERM": "xterm"}
-        os.execv(sys.executable, [sys.executable, "-m", "prefed", *words])
-    fcntl.ioctl(handle, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    written = b""
-    while True:
-        try:
-            part = os.read(handle, 1 << 16)
-        except OSError:  # the other side has gone
-            break
-        if not part:
-            break
-        written += part
+    """Run `prefed` in a terminal; the lines on its screen at the end. It is run by this process,
+    which has imported torch already, and writes to a real terminal."""
+    handle, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    parts: list[bytes] = []
+
+    def read() -> None:
+        with suppress(OSError):  # the other side has gone
+            while part := os.read(handle, 1 << 16):
+                parts.append(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with open(side, "w") as terminal, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(columns))
+        patch.setenv("TERM", "xterm")
+        code = exit_code(*words, cwd=cwd, out=terminal, err=terminal)
+    reader.join()
     os.close(handle)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, written.decode()
-    return screen(written.decode())
+    written = b"".join(parts).decode()
+    assert code == 0, written
+    return screen(written)
 
 
 def screen(written: str) -> list[str]:

@@ -41,7 +41,8 @@ def test_python_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("how", ["here", pytest.param("process", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("page", PAGES)
 def test_commands(page: str, how: str, tmp_path: Path) -> None:
-    """With fewer rounds; in `make test` also with one seed, and without a process for each."""
+    """With fewer rounds; in `make test` also with one seed, without figures, and without a process
+    for each."""
     command = prefed_here if how == "here" else prefed_command
     for block in blocks(page, "python"):
         if name := re.match(r"# (\w+\.py)\n", block):  # a file of the user's, for what follows
@@ -59,6 +60,9 @@ def test_commands(page: str, how: str, tmp_path: Path) -> None:
             if how == "here" and words[1] in ("compare", "sweep"):
                 shorter = [*shorter, "--workers", "1"]
                 shorter += ["--seeds", "1"] if words[1] == "compare" else []
+            if how == "here" and "--figures" in words:  # tests/cli/test_new_user.py draws them
+                where = words.index("--figures")
+                del words[where : where + 2]
             if words[1] == "watch":  # until somebody stops it
                 check_watch(words, tmp_path)
                 continue

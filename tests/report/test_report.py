@@ -53,12 +53,18 @@ def made_up_runs(folder: Path) -> None:
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     made_up_runs(folder / "runs")
-    figures = write_report(
-        load_runs(folder / "runs"), folder / "report.html", title=HOSTILE, figures=folder / "report"
-    )
+    write_report(load_runs(folder / "runs"), folder / "report.html", title=HOSTILE)
+    return folder / "report.html"
+
+
+@pytest.mark.slow
+def test_its_figures(tmp_path: Path) -> None:
+    """The figures of one run are in tests/cli/test_new_user.py."""
+    made_up_runs(tmp_path / "runs")
+    runs = load_runs(tmp_path / "runs")
+    figures = write_report(runs, tmp_path / "report.html", figures=tmp_path / "report")
     assert {path.suffix for path in figures} == {".pdf", ".png"}
     assert all(path.stat().st_size > 5000 for path in figures)
-    return folder / "report.html"
 
 
 @pytest.mark.long

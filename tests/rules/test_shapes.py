@@ -126,11 +126,11 @@ def test_a_block_of_clients_is_each_of_them(shape: str, refresh: int) -> None:
 @pytest.mark.parametrize("shape", MATRIX_SHAPES)
 @pytest.mark.parametrize("model", [chain(), Net().double()], ids=["chain", "vmap"])
 def test_engines_agree(shape: str, model: nn.Module) -> None:
-    """With tau large enough that a rounding error is not blown up twenty rounds long."""
+    """With tau large enough that a rounding error is not blown up ten rounds long."""
     algorithm = prefed.PreFed(client_lr=0.005, shape=shape, refresh=2, tau=0.1)
     results = [
         prefed.simulate(
-            algorithm, model, tiny_data(), rounds=20, local_steps=3, batch_size=4,
+            algorithm, model, tiny_data(), rounds=10, local_steps=3, batch_size=4,
             clients_per_round=4, seed=5, device="cpu", engine=engine,
         )
         for engine in ("sequential", "vectorised")

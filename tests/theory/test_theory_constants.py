@@ -48,6 +48,7 @@ def test_quadratic(condition: float, seed: int) -> None:
     assert found.G.value >= float(largest) - 1e-12
 
 
+@pytest.mark.long
 def test_intervals_of_the_local_variance_cover_as_often_as_they_say() -> None:
     """60 independent problems: 95 % should cover; fewer than 50 would happen once in 10,000."""
     hits = 0
@@ -102,6 +103,7 @@ def test_full_batches_have_no_local_variance() -> None:
     assert found.local.value == found.local.high == 0
 
 
+@pytest.mark.long
 def test_drawn_clients_give_an_interval_of_the_global_variance(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 import prefed
 from prefed.core.layout import Layout
@@ -25,6 +24,8 @@ pytestmark = [
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["fedavg", pytest.param("prefedsync", marks=pytest.mark.slow)])
 def test_compiled_equals_sequential_in_float64(name: str) -> None:
+    from torch._dynamo.utils import counters  # takes seconds
+
     counters.clear()
     same(run(name, chain(), "sequential"), run(name, chain(), "compiled"), 1e-9)
     assert not counters["graph_break"]

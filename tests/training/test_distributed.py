@@ -36,7 +36,7 @@ def start(size: int, out: Path, **more: str) -> list[subprocess.Popen[str]]:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_same_bits_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
     """Kept state, shared state, lockstep, and fewer clients than ranks."""
     processes = start(ranks, tmp_path)

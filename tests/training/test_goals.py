@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,6 +21,11 @@ def run(rounds: int = ROUNDS, **more: Any) -> prefed.Result:
         prefed.FedAvg(client_lr=0.3), tiny_model(), tiny_data(), rounds=rounds, local_steps=3,
         batch_size=3, device="cpu", **more,
     )  # fmt: skip
+
+
+@cache
+def weights_after(rounds: int) -> torch.Tensor:
+    return run(rounds).weights
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +63,7 @@ def test_patience(
     assert bool(result.ended) == (wanted < ROUNDS)
     if wanted < ROUNDS:
         assert f"{metric} has not become better" in result.ended
-    shorter = run(wanted)
-    assert torch.equal(result.weights, shorter.weights)
+    assert torch.equal(result.weights, weights_after(wanted))
 
 
 @pytest.mark.parametrize(

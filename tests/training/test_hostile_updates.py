@@ -194,6 +194,7 @@ def test_the_honest_update_is_let_in(algorithm: str) -> None:
         torch.testing.assert_close(mean[name], value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("examples", [60, pytest.param(2000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_no_hostile_update_is_let_in(algorithm: str, examples: int) -> None:
