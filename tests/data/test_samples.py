@@ -330,6 +330,8 @@ def wrong(number: int, label: int = 7) -> torch.Tensor:
 
 
 def columns(y: torch.Tensor) -> Any:
+    import datasets
+
     return datasets.Dataset.from_dict({"features": X.tolist(), "label": y.tolist()})
 
 

@@ -17,6 +17,7 @@ from prefed.cli.run_command import run
 from prefed.cli.show_command import cat, ls, validate
 from prefed.cli.study_command import study
 from prefed.cli.sweep_command import sweep
+from prefed.cli.table_command import table
 from prefed.cli.watch_command import watch
 
 app = typer.Typer(
@@ -26,7 +27,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 for command in (
-    run, compare, sweep, study, watch, report, runs, ls, cat, validate, deploy, bench
+    run, compare, sweep, study, table, watch, report, runs, ls, cat, validate, deploy, bench
 ):  # fmt: skip
     app.command(cls=Command)(command)
 for name, group in (("data", data_command), ("theory", theory_command)):

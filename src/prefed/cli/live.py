@@ -1,6 +1,8 @@
 """What many runs are doing: a table that is redrawn on a terminal, a line per run elsewhere."""
 
+import math
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from rich.table import Table
 
 from prefed.cli.options import unused
 from prefed.experiments.measures import describe
-from prefed.experiments.plans import Planned
+from prefed.experiments.plans import OnEvent, Planned
 
 ROWS = 24
 """Rows of the live table: what is running comes first."""
@@ -55,6 +57,18 @@ class LiveRuns:
         for title, state in list(self.current.items())[:ROWS]:
             view.add_row(title, state)
         return view
+
+
+def for_minutes(minutes: float | None, on_event: OnEvent) -> OnEvent:
+    """The same, until the time is over: then TimeoutError."""
+    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+
+    def check(planned: Planned, event: dict[str, Any]) -> None:
+        on_event(planned, event)
+        if time.monotonic() > end:
+            raise TimeoutError
+
+    return check
 
 
 def new_out(kind: str, config: str) -> Path:

@@ -28,10 +28,7 @@ def study(
     The grid of each algorithm has the same number of points, scored on a validation split
     with seeds of their own. Writes a table, a figure and the numbers behind both.
     """
-    import time
-
-    from prefed.cli.live import LiveRuns
-    from prefed.experiments.plans import Planned
+    from prefed.cli.live import LiveRuns, for_minutes
     from prefed.experiments.stats import student
     from prefed.experiments.study import StudyRuns, find, read
     from prefed.experiments.trackers import Tracking
@@ -45,14 +42,8 @@ def study(
     study_runs = StudyRuns(plan, out, Tracking(track, out, name))
     over = False
     if not draw:
-        end = None if minutes is None else time.monotonic() + 60 * minutes
         with LiveRuns(study_runs.total(), quiet, out) as live:
-
-            def on_event(planned: Planned, event: dict[str, object]) -> None:
-                live.on_event(planned, event)
-                if end is not None and time.monotonic() > end:
-                    raise TimeoutError
-
+            on_event = for_minutes(minutes, live.on_event)
             try:
                 study_runs.tune(workers, on_event)
                 study_runs.compare(workers, on_event)

@@ -30,7 +30,7 @@ import copy
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
@@ -200,7 +200,7 @@ class StudyRuns:
                 waiting.append((title, planned))
         histories: dict[int, list[dict[str, Any]]] = {}
         jobs = [
-            Job(planned.config.to_dict(), None, self.tracking, _slug(planned.title))
+            Job(planned.config.to_dict(), None, self.tracking, slug(planned.title))
             for _, planned in waiting
         ]
         for number, event in run_jobs(jobs, workers or cores()) if jobs else ():
@@ -291,7 +291,7 @@ class StudyRuns:
                     continue
                 chosen = {**best.get(like, {}), **options}
                 config = self.study.make_config(name, like, chosen, f"seed={seed}")
-                folder = self.folder / f"{_slug(label)}-seed{seed}"
+                folder = self.folder / f"{slug(label)}-seed{seed}"
                 yield label, Planned(f"{label} seed {seed}", config, folder)
 
     def compare(self, workers: int | None, on_event: OnEvent) -> None:
@@ -310,17 +310,7 @@ class StudyRuns:
         return stored if stored is not None and stored.has_ended else None
 
     def _archive(self) -> None:
-        """Move runs that have ended from their directories into the archive."""
-        with lock(self.folder):  # another study of this config adds runs to the same file
-            self.archived = load_archive(self.folder)
-            ended = {p.folder: self._ended(p) for _, p in self.comparison() if p.stored()}
-            if new := [run for run in ended.values() if run is not None and not run.archived]:
-                write_archive(self.folder, [*self.archived.values(), *new])
-                self.archived = load_archive(self.folder)  # it can be read: nothing is lost below
-        for folder, run in ended.items():
-            if run is not None:
-                with lock(folder):
-                    shutil.rmtree(folder)
+        self.archived = archive(self.folder, [planned for _, planned in self.comparison()])
 
     def total(self) -> int:
         """The number of runs of tuning and comparison together."""
@@ -333,6 +323,25 @@ class StudyRuns:
             if (run := self._ended(planned)) is not None:
                 found.setdefault(label, {})[run.seed] = run
         return found
+
+
+def archive(folder: Path, planned: Sequence[Planned]) -> dict[str, StoredRun]:
+    """Move runs that have ended from their directories into the archive of `folder`; the runs that
+    are in it."""
+    with lock(folder):  # another study of the same config may add runs to the same file
+        known, ended = load_archive(folder), []
+        for plan in planned:
+            stored = plan.stored() if plan.folder.name not in known else None
+            if stored is not None and stored.has_ended:
+                ended.append(stored)
+        if ended:
+            write_archive(folder, [*known.values(), *ended])
+            known = load_archive(folder)  # it can be read: nothing is lost below
+    for plan in planned:
+        if plan.folder.name in known and plan.folder.exists():
+            with lock(plan.folder):
+                shutil.rmtree(plan.folder)
+    return known
 
 
 def key(name: str, point: Point, seed: int) -> str:
@@ -360,5 +369,5 @@ def _plain(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
-def _slug(label: str) -> str:
+def slug(label: str) -> str:
     return "".join(c if c.isalnum() or c in ".-" else "-" for c in label)

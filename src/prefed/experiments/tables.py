@@ -1,0 +1,203 @@
+"""Tables that others printed, computed again: each cell is one or several runs of a preset.
+
+A table is a TOML file. The name of one that comes with prefed is enough.
+
+title = "MNIST, 2NN: rounds to 97 %"
+source = "McMahan et al. 2017, table 1"
+config = "table-mcmahan-2nn"            # a preset or a config file
+target = 0.97                           # cells are rounds to this accuracy; without it accuracy in %
+[[cells]]
+row = "C = 0.1"
+column = "iid"
+printed = 87
+set = ["clients_per_round=10"]          # changes to the config, as in `prefed run --set`
+grid = {client_lr = [0.05, 0.1, 0.2]}   # of which the best counts, where the source did so
+[[notes]]
+text = "why it differs"
+
+All files are under one directory:
+
+NAME/runs.jsonl.xz                      configs and records of runs that have ended
+NAME/CELL/                              a run until it has ended
+NAME.md                                 the table
+"""
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+from prefed.core.errors import PrefedError, checked, did_you_mean
+from prefed.experiments.config import load, read_toml
+from prefed.experiments.plans import OnEvent, Planned, run_all
+from prefed.experiments.stored_runs import StoredRun
+from prefed.experiments.study import archive, slug
+
+
+class Cell(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    row: str
+    """Where it stands."""
+    column: str
+    """Where it stands."""
+    printed: float | None = None
+    """What the source has there; None if it has nothing."""
+    set: list[str] = []
+    """Changes to the config."""
+    grid: dict[str, list[Any]] = {}
+    """Options of which the best point counts."""
+
+    def points(self) -> Iterator[list[str]]:
+        """The changes of each run of the cell."""
+        for values in product(*self.grid.values()):
+            chosen = zip(self.grid, values, strict=True)
+            yield [*self.set, *(f"{key}={value}" for key, value in chosen)]
+
+
+class PrintedTable(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    title: str
+    """What is in the cells."""
+    source: str
+    """Who printed it, and where."""
+    config: str
+    """A preset or a config file."""
+    target: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Cells are rounds to this test accuracy; without it, the accuracy after the last round."""
+    seeds: PositiveInt = 1
+    """Runs of each point: 0, 1, ..."""
+    notes: list[str] = []
+    """What is known about differences, one paragraph each."""
+    cells: list[Cell]
+    """One for each number."""
+
+
+def tables() -> list[str]:
+    folder = files("prefed").joinpath("tables")
+    names = (path.name for path in folder.iterdir())
+    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
+
+
+def find(source: str) -> Path:
+    """The file of a table, given by its path or its name."""
+    if source in tables():
+        return Path(str(files("prefed").joinpath("tables", f"{source}.toml")))
+    if not Path(source).is_file():
+        raise PrefedError(f"{source}: no such file or table{did_you_mean(source, tables())}")
+    return Path(source)
+
+
+def read(source: str) -> tuple[str, PrintedTable]:
+    """The name of a table, and its content."""
+    path = find(source)
+    return path.stem, checked(PrintedTable, read_toml(path), prefix=f"{path.name}: ")
+
+
+def rounds_to(target: float, run: StoredRun) -> float | None:
+    """As McMahan et al. count: where the best accuracy so far, a line from one evaluation to the
+    next, crosses the target. None if it does not."""
+    best, before = 0.0, 0
+    for record in run.history:
+        accuracy, round = record.get("test_accuracy"), record["round"]
+        if accuracy is None:
+            continue
+        if accuracy >= target:
+            share = (target - best) / (accuracy - best) if before else 1.0
+            return float(before + share * (round - before))
+        best, before = max(best, accuracy), round
+    return None
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting of a cell, and its runs."""
+
+    cell: Cell
+    changes: list[str]
+    """To the config of the table."""
+    planned: list[Planned]
+    """A run for each seed."""
+
+
+class TableRuns:
+    """The runs of a table in a directory."""
+
+    def __init__(self, name: str, table: PrintedTable, out: Path) -> None:
+        self.table, self.folder = table, out / name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.points = [self._point(c, changes) for c in table.cells for changes in c.points()]
+        self.planned = [planned for point in self.points for planned in point.planned]
+
+    def _point(self, cell: Cell, changes: list[str]) -> Point:
+        planned = []
+        for seed in range(self.table.seeds):
+            config = load(self.table.config, ["device=cpu", *changes, f"seed={seed}"])
+            words = [cell.row, cell.column, *changes[len(cell.set) :], f"seed={seed}"]
+            planned.append(Planned(" ".join(words), config, self.folder / slug("-".join(words))))
+        return Point(cell, changes, planned)
+
+    def run(self, workers: int | None, on_event: OnEvent) -> None:
+        """Run what is not there yet, then archive all. The same call again goes on after a stop."""
+        waiting, known = [], archive(self.folder, self.planned)
+        for planned in self.planned:
+            if planned.stored(known.get(planned.folder.name)) and planned.folder.name in known:
+                on_event(planned, {"end": "known"})
+            else:
+                waiting.append(planned)
+        try:
+            run_all(waiting, workers, on_event)
+        finally:
+            archive(self.folder, self.planned)
+
+    def results(self) -> list[tuple[Point, float | None, int]]:
+        """For each cell its best point, the number there, and of how many points all runs have
+        ended. The number is None if none has, or none has reached the target."""
+        known, found = archive(self.folder, self.planned), []
+        best = max if self.table.target is None else min
+        for cell in self.table.cells:
+            points = [point for point in self.points if point.cell is cell]
+            ended = [p for p in points if all(run.folder.name in known for run in p.planned)]
+            numbers = [(self._number([known[r.folder.name] for r in p.planned]), p) for p in ended]
+            reached = [(number, p) for number, p in numbers if number is not None]
+            number, point = best(reached, key=lambda pair: pair[0], default=(None, points[0]))
+            found.append((point, number, len(ended)))
+        return found
+
+    def _number(self, runs: list[StoredRun]) -> float | None:
+        """The mean over seeds; None if one has none."""
+        if (target := self.table.target) is not None:
+            found = [rounds_to(target, run) for run in runs]
+        else:
+            last = [run.history[-1].get("test_accuracy") for run in runs]
+            found = [None if accuracy is None else 100 * accuracy for accuracy in last]
+        numbers = [number for number in found if number is not None]
+        return fmean(numbers) if len(numbers) == len(found) else None
+
+
+def to_markdown(runs: TableRuns) -> str:
+    """The table: what was printed, what was found, and by which command."""
+    table = runs.table
+    lines = [f"{table.title}. {table.source}.", "",
+             "| | | printed | ours | | command |", "|---|---|---|---|---|---|"]  # fmt: skip
+    for point, number, ended in runs.results():
+        cell = point.cell
+        count = sum(1 for p in runs.points if p.cell is cell)
+        own = "" if ended else "not run yet"
+        if ended:
+            own = "not reached" if number is None else f"{number:.3g}"
+        told = f"best of {ended} points" if count > 1 and ended else ""
+        if 0 < ended < count:
+            told += f", {count - ended} not run yet"
+        changes = shlex.join(word for change in point.changes for word in ("--set", change))
+        printed = "" if cell.printed is None else f"{cell.printed:g}"
+        command = f"`prefed run {table.config} {changes}`"
+        lines.append(f"| {cell.row} | {cell.column} | {printed} | {own} | {told} | {command} |")
+    return "\n".join([*lines, *(f"\n{' '.join(note.split())}" for note in table.notes), ""])
