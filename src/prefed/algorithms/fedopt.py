@@ -47,6 +47,8 @@ class FedAdagrad(_FedOpt):
 
 @ALGORITHMS.register("fedadam")
 class FedAdam(_FedOpt):
+    """Reddi et al. 2021: SGD on the clients, Adam on the server."""
+
     beta2: Fraction = 0.99
     """The decay of v, the moving average of the squares."""
 
@@ -56,6 +58,8 @@ class FedAdam(_FedOpt):
 
 @ALGORITHMS.register("fedyogi")
 class FedYogi(_FedOpt):
+    """Reddi et al. 2021: SGD on the clients, Yogi on the server, whose v moves more slowly down."""
+
     beta2: Fraction = 0.99
     """The decay of v, the moving average of the squares."""
 

@@ -5,7 +5,7 @@ A table is a TOML file. The name of one that comes with prefed is enough.
 title = "MNIST, 2NN: rounds to 97 %"
 source = "McMahan et al. 2017, table 1"
 config = "table-mcmahan-2nn"            # a preset or a config file
-target = 0.97                           # cells are rounds to this accuracy; without it accuracy in %
+target = 0.97                           # cells are rounds to it; without it, accuracy in %
 [[cells]]
 row = "C = 0.1"
 column = "iid"
