@@ -12,8 +12,8 @@ import termios
 from pathlib import Path
 
 
-def in_terminal(*words: str, columns: int, cwd: Path) -> list[str]:
-    """Run `prefed` in a terminal; the lines on its screen at the end."""
+def in_terminal(*words: str, columns: int, cwd: Path, code: int = 0) -> list[str]:
+    """Run `prefed` in a terminal; the lines on its screen when it has ended with that code."""
     pid, handle = pty.fork()
     if pid == 0:
         os.chdir(cwd)
@@ -30,7 +30,7 @@ def in_terminal(*words: str, columns: int, cwd: Path) -> list[str]:
             break
         written += part
     os.close(handle)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, written.decode()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code, written.decode()
     return screen(written.decode())
 
 

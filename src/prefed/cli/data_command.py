@@ -73,9 +73,7 @@ def get(
 
     def from_address() -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-        with Progress(
-            *columns, TransferSpeedColumn(), console=console, transient=True
-        ) as progress:
+        with Progress(*columns, TransferSpeedColumn(), console=console, transient=True) as progress:
             tasks = {f.name: progress.add_task(f.name, total=None) for f in source.files}
             download(
                 source,

@@ -6,12 +6,11 @@ import typer
 
 from prefed.cli.options import Changes, Out, Quiet, Source
 
-
 if TYPE_CHECKING:
     from prefed.experiments.config import Config
 
 
-def _found_from_elsewhere(config: "Config") -> "Config":
+def found_from_elsewhere(config: "Config") -> "Config":
     """With whole paths of its data: Flower's processes stand in directories of their own."""
     from prefed.data.reading import VARIABLE, root
     from prefed.experiments.config import load
@@ -85,7 +84,7 @@ def deploy(
         write_app(write, loaded, options)
         print(f"written to {write}; its README.md has the commands for real machines")
         return
-    loaded = _found_from_elsewhere(loaded)
+    loaded = found_from_elsewhere(loaded)
     folder = out or new_folder(config, loaded.algorithm.name, loaded.seed)
     records: list[dict[str, object]] = []
     with RoundBar(loaded.rounds, quiet) as progress:

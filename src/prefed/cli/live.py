@@ -10,7 +10,6 @@ from rich.live import Live
 from rich.table import Table
 
 from prefed.cli.options import unused
-from prefed.core.errors import PrefedError
 from prefed.experiments.measures import describe
 from prefed.experiments.plans import Planned
 
@@ -20,8 +19,6 @@ ROWS = 24
 
 class LiveRuns:
     def __init__(self, total: int, quiet: bool, out: Path) -> None:
-        if out.exists() and not out.is_dir():
-            raise PrefedError(f"--out {out}: is a file; choose a directory")
         self.total, self.quiet, self.out, self.done = total, quiet, out, 0
         self.current: dict[str, str] = {}
         console = Console(stderr=True)

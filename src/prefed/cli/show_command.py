@@ -51,7 +51,9 @@ def cat(
     elif not found:
         known = {*presets(), *studies(), *(n for registry in kinds for n in registry.names())}
         near = did_you_mean(name, known, listed=False)
-        raise PrefedError(f"nothing is called {name!r}{near or ';'} `prefed ls` lists what there is")
+        raise PrefedError(
+            f"nothing is called {name!r}{near or ';'} `prefed ls` lists what there is"
+        )
 
 
 def _kinds() -> dict[Any, tuple[str, ...]]:

@@ -13,7 +13,10 @@ def study(
     ],
     out: Annotated[
         Path,
-        typer.Option(help="directory of runs and results; runs that are there are not repeated"),
+        typer.Option(
+            file_okay=False,
+            help="directory of runs and results; runs that are there are not repeated",
+        ),
     ] = Path("runs/study"),
     minutes: Annotated[
         float | None, typer.Option(min=0.1, help="stop after this time; the same command goes on")

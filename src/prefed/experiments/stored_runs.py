@@ -178,7 +178,9 @@ def load_runs(*folders: str | Path) -> list[StoredRun]:
     runs: list[StoredRun] = []
     for folder in map(Path, folders):
         if not folder.is_dir():
-            what = "is a file; give the directory of runs" if folder.exists() else "no such directory"
+            what = (
+                "is a file; give the directory of runs" if folder.exists() else "no such directory"
+            )
             raise PrefedError(f"{folder}: {what}")
         found: dict[Path, StoredRun] = {}
         for path in folder.rglob(ARCHIVE):

@@ -184,7 +184,7 @@ def draw(rows: list[Row], shown: Runs, against_upload: bool) -> Figure:
         ends, [row for row in rows if row["mean"] is not None], styles
     )
     seeds = sorted({len(row["values"]) for row in rows if row["values"]})
-    of = " to ".join(str(count) for count in dict.fromkeys((seeds[0], seeds[-1]))) if seeds else "no"
+    of = " to ".join(map(str, dict.fromkeys((*seeds[:1], *seeds[-1:])))) or "no"
     ends.set(title=f"at the end, 95 % intervals of {of} {'seed' if of == '1' else 'seeds'}")
     (ends.set_ylabel if against_upload else ends.set_xlabel)(label)
     for axes in (curves, ends):
