@@ -100,7 +100,9 @@ def test_a_study_from_the_command_line(
     assert written["at_the_edge"] == {}  # of two values each is an end
     assert (out / "small.png").read_bytes().startswith(b"\x89PNG")
     table = (out / "small.md").read_text()
-    assert table.strip() in done.stdout
+    for line in (line for line in table.splitlines() if "---" not in line):
+        cells = " ".join(line.replace("|", " ").split())
+        assert cells in " ".join(done.stdout.split())
 
     # Everything again: nothing is run, and the numbers are the same.
     (out / "small.md").unlink()
