@@ -177,7 +177,7 @@ def draw(rows: list[Row], shown: Runs, against_upload: bool) -> Figure:
     for name, by_seed in shown.items():
         _curve(curves, list(_not_diverged(by_seed).values()), by, name, *styles[name][:2])
     curves.set(xlabel="round", ylabel=label, title="mean over seeds")
-    curves.xaxis.set_major_locator(MaxNLocator(integer=True))
+    curves.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=(1, 2, 5, 10)))
     if not accuracy:
         curves.set_yscale("log")
     (_against_upload if against_upload else _line_by_line)(
