@@ -89,7 +89,7 @@ def test_all_config_errors_at_once(tmp_path: Path) -> None:
         (["run", "digits-iid", "--set", "algorithm=fedadm"], 'did you mean "fedadam"?'),
         (["run", "digits-iid", "--set", "device=cuda:99"], "device: 'cuda:99' cannot be used here"),
         (["run", "digits-iid", "--set", "data.split.clients=5000"], "1437 samples"),
-        (["cat", "prefedd"], 'did you mean "prefed"?'),
+        (["cat", "prefedd"], 'did you mean "prefed" or'),
         (["run", "digits-iid", "--set", "algorithm=nowhere:Thing"], "cannot import"),
     ],
 )

@@ -4,7 +4,11 @@ terminals and pipes, losses and more rounds."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ import pytest
 import safetensors.torch
 
 import prefed
+from prefed.cli.deploy_command import found_from_elsewhere
 from prefed.experiments.config import load, tuned_options
 from prefed.experiments.ranking import group
 from prefed.report.curves import charts
@@ -30,6 +35,19 @@ model = "mlp"
 name = "npz"
 path = "own.npz"
 split = {name = "iid", clients = 4}
+"""
+
+
+STUDY = """
+title = "Small"
+config = "digits-iid"
+reference = "FedAvg"
+set = ["rounds=2", "local_steps=2", "model.hidden=[8]"]
+seeds = 2
+algorithms = ["fedavg", "fedadam"]
+[variants."FedAvg, half as fast"]
+like = "fedavg"
+client_lr = 0.05
 """
 
 
@@ -293,3 +311,142 @@ def test_more_rounds_on_the_command_line(tmp_path: Path) -> None:
     assert len((tmp_path / "run" / "rounds.jsonl").read_text().splitlines()) == 4
     fewer = prefed_here(*run, "--out", "run", "--resume", "--set", "rounds=3", cwd=tmp_path)
     assert "it cannot be given fewer" in refused(fewer)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize(
+    "words", [["ls"], ["data", "ls"], ["cat", "prefedopt"], ["data", "show", "digits-noniid"]]
+)
+def test_lines_are_folded_between_words(words: list[str], columns: int, tmp_path: Path) -> None:
+    lines = in_terminal(*words, columns=columns, cwd=tmp_path)
+    assert max(map(len, lines)) <= columns
+    piped = prefed_here(*words, cwd=tmp_path).stdout
+    assert " ".join(lines).split() == piped.split()  # nothing is cut
+    assert max(map(len, piped.splitlines())) > 80  # nor folded
+
+
+@pytest.mark.process
+def test_errors_and_the_log_are_folded_between_words(tmp_path: Path) -> None:
+    words = ("run", "digits-iid", "--set", "nosuch=1")
+    lines = in_terminal(*words, columns=80, cwd=tmp_path, code=2)
+    assert max(map(len, lines)) <= 80
+    assert " ".join(" ".join(lines).split()) == prefed_here(*words, cwd=tmp_path).stderr.strip()
+    lines = in_terminal("run", "digits-noniid", "--set", "rounds=25", columns=80, cwd=tmp_path)
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_name_that_is_not_there(tmp_path: Path) -> None:
+    text = refused(prefed_here("cat", "nosuch", cwd=tmp_path))
+    assert text.strip() == "error: nothing is called 'nosuch'; `prefed ls` lists what there is"
+    near = refused(prefed_here("cat", "fedagv", cwd=tmp_path))
+    assert 'did you mean "fedavg" or "fedavgm"' in near
+    assert "`prefed ls` lists" in near
+    wrong = refused(prefed_here("rn", cwd=tmp_path))
+    assert wrong.count("'runs'") == 1
+
+
+def test_studies_are_validated_as_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(STUDY)
+    done = prefed_here("validate", "s.toml", cwd=tmp_path)
+    assert done.stdout == "s.toml: ok, a study of 6 runs\n", done.stderr
+    assert "a study of" in prefed_here("validate", "cifar10-noniid", cwd=tmp_path).stdout
+    assert prefed_here("validate", "digits-noniid", cwd=tmp_path).stdout == "digits-noniid: ok\n"
+    wrong = STUDY.replace("client_lr = 0.05", "client_lrr = 0.05")
+    (tmp_path / "wrong.toml").write_text(
+        wrong + "[grid.prefed]\ntau = [-1]\n[grid.fedyogi]\ntauu = [1]\n"
+    )
+    for command in ("validate", "study"):  # before anything is tuned
+        text = refused(prefed_here(command, "wrong.toml", cwd=tmp_path))
+        for key in ("client_lrr: unknown option", "tau: should be greater", "tauu: unknown option"):
+            assert f"wrong: algorithm.{key}" in text
+    assert "its `set`" in refused(
+        prefed_here("validate", "s.toml", "--set", "seed=1", cwd=tmp_path)
+    )
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "sweep", "data show"])
+def test_a_study_is_no_config(command: str, tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(STUDY)
+    more = ("--grid", "client_lr=1,2") if command == "sweep" else ()
+    text = refused(prefed_here(*command.split(), "s.toml", *more, cwd=tmp_path))
+    assert "s.toml: is a study, not a config; `prefed study s.toml` runs it" in text
+
+
+def test_what_is_no_config_says_what_it_is(here: Path) -> None:
+    assert "is a directory" in refused(prefed_here("run", ".", cwd=here))
+    text = refused(prefed_here("study", "own.toml", cwd=here))
+    assert "own.toml: is a config, not a study; `prefed run own.toml` runs it" in text
+    (here / "none.toml").write_text("rounds = 2\n")
+    text = refused(prefed_here("compare", "none.toml", cwd=here))
+    assert "none.toml: names no algorithm; give --algorithms" in text
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "study"])
+def test_a_file_where_a_directory_should_be(command: str, here: Path) -> None:
+    (here / "s.toml").write_text(STUDY)
+    source = "s.toml" if command == "study" else "digits-iid"
+    text = refused(prefed_here(command, source, "--out", "own.toml", cwd=here))
+    assert "Directory 'own.toml' is a file" in text
+
+
+def test_every_error_of_the_command_line_at_once(tmp_path: Path) -> None:
+    changes = ("modle=x", "rounds=-1", "client_lr=a")
+    words = [word for change in changes for word in ("--set", change)]
+    text = refused(prefed_here("validate", "digits-iid", *words, cwd=tmp_path))
+    for told in ("modle: unknown option", "rounds: should be", "algorithm.client_lr: should be"):
+        assert told in text
+    (tmp_path / "x.toml").write_text("qqqq = 1\nzzzz = 1\n")
+    text = refused(prefed_here("validate", "x.toml", cwd=tmp_path))
+    assert "zzzz: unknown option" in text
+    assert text.count("known: algorithm,") == 1
+
+
+def test_data_mistakes(tmp_path: Path) -> None:
+    text = refused(prefed_here("data", "show", "digits-iid", "-o", "x.xyz", cwd=tmp_path))
+    assert "-o x.xyz: should end in .png, .svg or .pdf" in text
+    text = refused(prefed_here("data", "get", "digits", cwd=tmp_path))
+    assert "digits: nothing to download" in text
+    (tmp_path / "x.npz").write_text("hello")
+    told = prefed_here("data", "check", "x.npz", cwd=tmp_path).stdout
+    assert told.count("x.npz") == 1
+
+
+@pytest.mark.process
+def test_the_table_of_a_study_fits_and_its_intervals_hold_what_can_be(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(STUDY)
+    none = prefed_here("study", "s.toml", "--out", "o", "--draw", cwd=tmp_path)
+    assert none.stdout == "o: no run of the comparison has ended yet\n"
+    done = prefed_here("study", "s.toml", "--out", "o", "--workers", "1", "--quiet", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for columns in (80, 120):
+        words = ("study", "s.toml", "--out", "o", "--draw")
+        lines = in_terminal(*words, columns=columns, cwd=tmp_path)
+        assert max(map(len, lines)) <= columns
+        ends = re.findall(r"\[([-+.\d]+), ([-+.\d]+)\]", " ".join(lines))
+        assert len(ends) == 5
+        assert all(-100 <= float(low) <= float(high) <= 100 for low, high in ends)
+    stored = json.loads((tmp_path / "o" / "s.json").read_text())["lines"]
+    assert all(0 <= row["interval"][0] <= row["interval"][1] <= 100 for row in stored)
+
+
+@pytest.mark.process
+def test_watching_what_is_not_there_says_nothing_of_runs(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "prefed", "watch", "nothing"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as watching:
+        assert watching.stdout is not None
+        assert watching.stdout.readline().startswith("watching nothing on")
+        watching.send_signal(signal.SIGINT)
+        assert watching.stdout.read() == "stopped\n"
+
+
+def test_a_deployment_finds_data_from_elsewhere(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFED_DATA", "files")
+    monkeypatch.chdir(here)
+    save(here, (4,), np.arange(60) % 3)
+    config = found_from_elsewhere(load("own.toml"))
+    assert config.data.options["path"] == str(here / "own.npz")
+    assert os.environ["PREFED_DATA"] == str(here / "files")
+    assert found_from_elsewhere(load("digits-iid")) == load("digits-iid")

@@ -330,8 +330,7 @@ def wrong(number: int, label: int = 7) -> torch.Tensor:
 
 
 def columns(y: torch.Tensor) -> Any:
-    import datasets
-
+    datasets = pytest.importorskip("datasets")
     return datasets.Dataset.from_dict({"features": X.tolist(), "label": y.tolist()})
 
 

@@ -96,6 +96,27 @@ def test_the_best_on_the_edge_is_said_on_the_command_line_and_in_the_report(tmp_
     assert said in (tmp_path / "s" / "report.html").read_text()
 
 
+def test_the_report_of_a_sweep_made_later_has_its_heat_map(tmp_path: Path) -> None:
+    """Of two keys, on the axes they had, by the last tenth: to the pixel that of `prefed sweep`."""
+    for i, (tau, lr) in enumerate((t, c) for t in ("0.1", "0.01") for c in ("0.01", "0.1", "1")):
+        point, folder = {"server_momentum": tau, "client_lr": lr}, tmp_path / "s" / "points"
+        changes = [*CHANGES[:1], "algorithm=fedavgm"]
+        for planned in plan_point("digits-noniid", changes, point, 1, folder):
+            store(planned, [0.1 * i] * (ROUNDS - 1) + [0.1], diverged=i == 2)
+            store(on_the_test_set(planned), [0.5] * ROUNDS)
+    words = ["--grid", "server_momentum=0.1,0.01", "--grid", "client_lr=0.01,0.1,1", "--out", "s"]
+    words += ["--set", "rounds=20", "--set", "algorithm=fedavgm", "--workers", "1"]
+    done = prefed_here("sweep", "digits-noniid", *words, "--figures", "f", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = prefed_here("report", "s", "-o", "later.html", "--figures", "g", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = ((tmp_path / folder / "heat-map.png").read_bytes() for folder in "gf")
+    assert ours == theirs
+    assert "<h2>Heat map</h2>" in (tmp_path / "later.html").read_text()
+    prefed_here("report", "s/best", "-o", "best.html", cwd=tmp_path)
+    assert "<h2>Heat map</h2>" not in (tmp_path / "best.html").read_text()
+
+
 def test_groups_are_judged_by_the_last_tenth(tmp_path: Path) -> None:
     values = [i / 40 for i in range(ROUNDS)]
     for planned in plan_point("digits-noniid", CHANGES, {"client_lr": "0.1"}, 1, tmp_path):

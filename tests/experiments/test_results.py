@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from prefed.experiments.config import algorithms_of, load
-from prefed.experiments.study import StudyRuns, read, studies
+from prefed.experiments.config import algorithms_of, load, studies
+from prefed.experiments.study import StudyRuns, read
 from prefed.report import study_results as results
 from tests.helpers import ROOT
 

@@ -17,9 +17,9 @@ import pytest
 from tests.helpers.commands import exit_code
 
 
-def in_terminal(*words: str, columns: int, cwd: Path) -> list[str]:
-    """Run `prefed` in a terminal; the lines on its screen at the end. It is run by this process,
-    which has imported torch already, and writes to a real terminal."""
+def in_terminal(*words: str, columns: int, cwd: Path, code: int = 0) -> list[str]:
+    """Run `prefed` in a terminal; the lines on its screen when it has ended with that code. It is
+    run by this process, which has imported torch already, and writes to a real terminal."""
     handle, side = pty.openpty()
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     parts: list[bytes] = []
@@ -34,11 +34,11 @@ def in_terminal(*words: str, columns: int, cwd: Path) -> list[str]:
     with open(side, "w") as terminal, pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", str(columns))
         patch.setenv("TERM", "xterm")
-        code = exit_code(*words, cwd=cwd, out=terminal, err=terminal)
+        ended = exit_code(*words, cwd=cwd, out=terminal, err=terminal)
     reader.join()
     os.close(handle)
     written = b"".join(parts).decode()
-    assert code == 0, written
+    assert ended == code, written
     return screen(written)
 
 

@@ -78,7 +78,7 @@ def check_watch(words: list[str], folder: Path) -> None:
         assert watching.stdout is not None
         assert watching.stdout.readline().startswith(f"watching {words[2]} on http://127.0.0.1:")
         watching.send_signal(signal.SIGINT)
-        assert watching.stdout.read() == "stopped; the runs go on\n"
+        assert watching.stdout.read() == "stopped; no run is under way\n"
     assert watching.returncode == 0
 
 

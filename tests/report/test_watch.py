@@ -87,6 +87,7 @@ def test_it_says_how_runs_stand(tmp_path: Path) -> None:
     with lock(folder / "a"):
         news = json.loads(watch.news())
         assert (news["state"], news["number"]) == ("running", 1)
+        assert watch.state() == "running"
         assert [chart["name"] for chart in news["charts"]][:2] == ["accuracy", "loss"]
         assert "charts" not in json.loads(watch.news(seen=1))  # nothing new
     assert json.loads(watch.news(1))["state"] == "stopped"
@@ -103,6 +104,7 @@ def test_it_says_how_runs_stand(tmp_path: Path) -> None:
     news = json.loads(watch.news(1))
     assert news["state"] == "error"
     assert "rounds.jsonl:4: not a record" in news["text"]
+    assert watch.state() == "error"
 
 
 def test_tuning_of_a_study_is_counted(tmp_path: Path) -> None:

@@ -75,15 +75,15 @@ def bench(name: str, passes: int, engine: str, workers: int, beside: int = 0) ->
         }
         times = interleaved(rounds, passes)
     yield work.title + (f", beside {beside} busy processes" if beside else "")
+    yield "  seconds a round, and as a share of the best bare loop"
     best = min(seconds for label, seconds in times.items() if label.startswith("bare"))
     for label, seconds in times.items():
-        yield f"  {label:<60} {seconds:8.4f} s   {seconds / best:5.2f} of the best bare loop"
+        yield f"  {label:<58} {seconds:8.4f}  {seconds / best:6.2f}"
     ours = [seconds for label, seconds in times.items() if label.startswith("prefed")]
     alone = next(seconds for label, seconds in times.items() if label.startswith("one thread"))
-    yield (
-        f"  PreFed / FedAvg {ours[1] / ours[0]:.2f}; FedAvg / FedAvg with one thread in all "
-        f"{ours[0] / alone:.2f}; peak memory of this process {peak():.0f} MB"
-    )
+    yield f"  PreFed / FedAvg {ours[1] / ours[0]:.2f}"
+    yield f"  FedAvg / FedAvg with one thread in all {ours[0] / alone:.2f}"
+    yield f"  peak memory of this process {peak():.0f} MB"
 
 
 def bench_config(config: Config, passes: int) -> Iterator[str]:
@@ -93,9 +93,9 @@ def bench_config(config: Config, passes: int) -> Iterator[str]:
     ours.run_round(), plain.run_round()
     times = interleaved({"plain": plain.run_round, "ours": ours.run_round}, passes)
     yield f"{config.algorithm.name} on {config.data.name}, evaluation included"
-    yield f"  one client after another {times['plain']:8.4f} s a round"
+    yield f"  {'one client after another':<32} {times['plain']:8.4f} s a round"
     ratio = times["ours"] / times["plain"]
-    yield f"  {ours.trainer.engine:<24} {times['ours']:8.4f} s   {ratio:5.2f}"
+    yield f"  {ours.trainer.engine:<32} {times['ours']:8.4f} s  {ratio:6.2f} of that"
 
 
 def interleaved(rounds: dict[str, Round], passes: int) -> dict[str, float]:

@@ -18,6 +18,7 @@ from prefed.cli.show_command import cat, ls, validate
 from prefed.cli.study_command import study
 from prefed.cli.sweep_command import sweep
 from prefed.cli.table_command import table
+from prefed.cli.text import say
 from prefed.cli.watch_command import watch
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    suggest_commands=False,  # click does so already
 )
 for command in (
     run, compare, sweep, study, table, watch, report, runs, ls, cat, validate, deploy, bench
@@ -79,5 +81,5 @@ def main() -> None:
     finally:  # it is over: one more Ctrl-C must not turn the exit code into a traceback
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-    print(text, file=sys.stderr)
+    say(text, "  ", sys.stderr)
     sys.exit(code)

@@ -6,11 +6,13 @@ from typing import Annotated
 import typer
 
 from prefed.cli.options import Changes, Command, Source
+from prefed.cli.text import joined, say
 
 commands = typer.Typer(help="Data sets: list, download, check and look at splits.")
 Root = Annotated[
     str | None, typer.Option("--path", help="data directory; by default $PREFED_DATA or ./data")
 ]
+DRAWN_AS = (".png", ".svg", ".pdf")
 
 
 @commands.command(cls=Command)
@@ -21,14 +23,15 @@ def ls() -> None:
     from prefed import DATASETS, SPLITS
     from prefed.data.sources import SOURCES
 
+    def about(thing: object) -> str:
+        return joined(inspect.getdoc(thing) or "").partition("\n\n")[0]
+
     for name in DATASETS.names():
-        text = (inspect.getdoc(DATASETS.get(name)) or "").split("\n\n")[0].replace("\n", " ")
         source = f"\n    prefed data get {name}: {SOURCES[name].page}" if name in SOURCES else ""
-        print(f"{name}\n    {text}{source}")
+        say(f"{name}\n    {about(DATASETS.get(name))}{source}")
     print("\nsplits")
     for name in SPLITS.names():
-        text = (inspect.getdoc(SPLITS.get(name)) or "").split("\n\n")[0].replace("\n", " ")
-        print(f"{name}\n    {text}")
+        say(f"{name}\n    {about(SPLITS.get(name))}")
 
 
 @commands.command(cls=Command)
@@ -57,6 +60,8 @@ def get(
     from prefed.data.sources import SOURCES
 
     if name not in SOURCES:
+        if name in DATASETS.names():
+            raise PrefedError(f"{name}: nothing to download; `prefed cat {name}` says what it is")
         raise PrefedError(f"{name}: cannot be downloaded{did_you_mean(name, SOURCES)}")
     folder = root(path)
     try:
@@ -68,7 +73,7 @@ def get(
 
     def from_address() -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-        with Progress(*columns, TransferSpeedColumn(), console=console) as progress:
+        with Progress(*columns, TransferSpeedColumn(), console=console, transient=True) as progress:
             tasks = {f.name: progress.add_task(f.name, total=None) for f in source.files}
             download(
                 source,
@@ -104,7 +109,7 @@ def check(
 
     found = look(folder)
     for title, text, right in found:
-        print(f"{title}: {'ok, ' if right else 'WRONG: '}{text}")
+        say(f"{title}: {'ok, ' if right else 'WRONG: '}{text.removeprefix(f'{title}: ')}", "  ")
     if not found:
         print(f"{folder}: no data set that prefed knows")
     if not found or not all(right for _, _, right in found):
@@ -116,16 +121,19 @@ def show(
     config: Source,
     set: Changes = [],
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="also draw it, to a .png or .svg")
+        Path | None, typer.Option("-o", "--out", help="also draw it, to a .png, .svg or .pdf")
     ] = None,
 ) -> None:
     """Show how a config divides its data: sizes, classes per client, heterogeneity."""
     import numpy as np
 
+    from prefed.core.errors import PrefedError
     from prefed.data import Partition
     from prefed.data.describe import DRAWN, class_counts, draw, heterogeneity, summary
     from prefed.experiments.config import load
 
+    if out is not None and out.suffix not in DRAWN_AS:
+        raise PrefedError(f"-o {out}: should end in {', '.join(DRAWN_AS[:-1])} or {DRAWN_AS[-1]}")
     dataset, data = load(config, set).make_data()
     assert isinstance(data.clients, Partition)
     sizes = data.clients.parts.sizes()
@@ -139,11 +147,13 @@ def show(
         print(
             f"{(counts > 0).sum(1).mean():.1f} of {counts.shape[1]} classes per client on average"
         )
-        print(
+        say(
             f"heterogeneity {heterogeneity(counts):.3f} (mean total variation distance between a "
-            f"client's classes and those of all; 0 is iid)"
+            f"client's classes and those of all; 0 is iid)",
+            "  ",
         )
     if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
         draw(dataset, data).savefig(out, dpi=120)
         more = f", the first {DRAWN} clients" if len(sizes) > DRAWN else ""
         print(f"drawn to {out}{more}")

@@ -1,9 +1,27 @@
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from prefed.cli.options import Changes, Out, Quiet, Source
+
+if TYPE_CHECKING:
+    from prefed.experiments.config import Config
+
+
+def found_from_elsewhere(config: "Config") -> "Config":
+    """With whole paths of its data: Flower's processes stand in directories of their own."""
+    from prefed.data.reading import VARIABLE, root
+    from prefed.experiments.config import load
+
+    os.environ[VARIABLE] = str(root(None).absolute())
+    path = config.data.options.get("path")
+    if not isinstance(path, str) or not Path(path).exists():
+        return config
+    table = config.to_dict()
+    table["data"]["path"] = str(Path(path).absolute())
+    return load(table)
 
 
 def deploy(
@@ -66,6 +84,7 @@ def deploy(
         write_app(write, loaded, options)
         print(f"written to {write}; its README.md has the commands for real machines")
         return
+    loaded = found_from_elsewhere(loaded)
     folder = out or new_folder(config, loaded.algorithm.name, loaded.seed)
     records: list[dict[str, object]] = []
     with RoundBar(loaded.rounds, quiet) as progress:

@@ -22,7 +22,10 @@ Changes = Annotated[
     ),
 ]
 Out = Annotated[
-    Path | None, typer.Option("--out", help="directory to write to; by default a new one in runs/")
+    Path | None,
+    typer.Option(
+        "--out", file_okay=False, help="directory to write to; by default a new one in runs/"
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="print nothing but errors")]
 Workers = Annotated[

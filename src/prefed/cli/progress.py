@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from prefed.cli.text import folded, say
 from prefed.core.safe_files import to_json
 from prefed.experiments.bars import Bar
 from prefed.training.observers import Callback
@@ -48,6 +49,9 @@ class _Stderr(logging.StreamHandler[Any]):
         self.stream = sys.stderr
         super().emit(record)
 
+    def format(self, record: logging.LogRecord) -> str:
+        return folded(super().format(record), "  ", self.stream)
+
 
 def show_log_plainly() -> None:
     """What the library has to tell, such as the engine it chose, as lines of their own."""
@@ -62,6 +66,6 @@ def show_warnings_plainly() -> None:
     """Our own warnings as one readable line, without the source line that raised them."""
 
     def show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
-        print(f"warning: {message}", file=sys.stderr)
+        say(f"warning: {message}", "  ", sys.stderr)
 
     warnings.showwarning = show

@@ -37,9 +37,9 @@ def runs(folders: Folders) -> None:
     if not found:
         raise no_runs(folders)
     shown = measures(found)
-    splits = "/".join(sorted({run.split for run in found}))
+    splits = "/\n".join(sorted({run.split for run in found}))
     figures = [
-        heading for m in shown for heading in (f"{splits}\n{m.name}{m.unit}", f"best{m.unit}")
+        heading for m in shown for heading in (f"{splits}\n{m.name}{m.unit}", f"best\n{m.unit}")
     ]
     rows = []
     for run in found:
@@ -51,7 +51,7 @@ def runs(folders: Folders) -> None:
         up = megabytes(run.total("bytes_up"))
         status = "ended early" if run.ended else run.status
         rows.append([str(run.folder), run.algorithm, str(run.seed), status, progress, *cells, up])
-    show(table(["run", "algorithm", "seed", "status", "rounds", *figures, "MB up"], rows))
+    show(table(["run", "algorithm", "seed", "status", "rounds", *figures, "MB\nup"], rows))
 
 
 def no_runs(folders: list[Path]) -> Exception:

@@ -1,26 +1,27 @@
 """prefed ls, cat, validate: what there is, and whether a config is right."""
 
 import inspect
+import sys
 from typing import Annotated, Any
 
 import typer
 
 from prefed.cli.options import Changes, Source
+from prefed.cli.text import joined, say
 
 
 def ls() -> None:
     """List presets, studies, algorithms, models, data sets, splits, engines, codecs and losses."""
     from prefed import ALGORITHMS, CODECS, DATASETS, ENGINES, LOSSES, MODELS, SPLITS
-    from prefed.experiments.config import presets
-    from prefed.experiments.study import studies
+    from prefed.experiments.config import presets, studies
 
-    print("presets:    " + " ".join(presets()))
-    print("studies:    " + " ".join(studies()))
+    say("presets:    " + " ".join(presets()), 12 * " ")
+    say("studies:    " + " ".join(studies()), 12 * " ")
     for title, registry in (
         ("algorithms", ALGORITHMS), ("models", MODELS), ("data sets", DATASETS),
         ("splits", SPLITS), ("engines", ENGINES), ("codecs", CODECS), ("losses", LOSSES),
     ):  # fmt: skip
-        print(f"{title + ':':<12}" + " ".join(registry.names()))
+        say(f"{title + ':':<12}" + " ".join(registry.names()), 12 * " ")
 
 
 def cat(
@@ -31,8 +32,8 @@ def cat(
     from importlib.resources import files
 
     from prefed.core.errors import PrefedError, did_you_mean
-    from prefed.experiments.config import presets
-    from prefed.experiments.study import find, studies
+    from prefed.experiments.config import presets, studies
+    from prefed.experiments.study import find
 
     if name in presets():
         print(files("prefed").joinpath("presets", f"{name}.toml").read_text(), end="")
@@ -40,18 +41,19 @@ def cat(
     kinds = _kinds()
     if ":" in name:
         handed = tuple(name for given in kinds.values() for name in given)
-        print(f"{name}\n\n{_described(next(iter(kinds)).get(name), handed)}", end="")
+        say(f"{name}\n\n{_described(next(iter(kinds)).get(name), handed)}")
         return
     found = [registry for registry in kinds if name in registry.names()]
     for registry in found:
-        print(
-            f"{registry.kind} {name}\n\n{_described(registry.get(name), kinds[registry])}", end=""
-        )
+        say(f"{registry.kind} {name}\n\n{_described(registry.get(name), kinds[registry])}")
     if not found and name in studies():
         print(find(name).read_text(), end="")
     elif not found:
         known = {*presets(), *studies(), *(n for registry in kinds for n in registry.names())}
-        raise PrefedError(f"nothing is called {name!r}{did_you_mean(name, known)}")
+        near = did_you_mean(name, known, listed=False)
+        raise PrefedError(
+            f"nothing is called {name!r}{near or ';'} `prefed ls` lists what there is"
+        )
 
 
 def _kinds() -> dict[Any, tuple[str, ...]]:
@@ -70,19 +72,27 @@ def _described(thing: Any, given: tuple[str, ...] = ()) -> str:
     from prefed.experiments.config import options_model
 
     about = inspect.getdoc(thing) or inspect.getdoc(inspect.getmodule(thing)) or ""
-    text = f"{about}\n\n"
+    text = f"{joined(about) if sys.stdout.isatty() else about}\n"
     model = thing if hasattr(thing, "model_fields") else None
     if model is None and callable(thing):
         model = options_model(thing, given)
     for option, field in model.model_fields.items() if model is not None else ():
         default = "(required)" if field.is_required() else repr(field.default)
-        text += f"    {option} = {default}\n"
+        text += f"\n    {option} = {default}"
     return text
 
 
 def validate(config: Source, set: Changes = []) -> None:
-    """Check a config and print every error in it at once."""
-    from prefed.experiments.config import load
+    """Check a config, or a study, and print every error in it at once."""
+    from prefed.core.errors import PrefedError
+    from prefed.experiments.config import is_study, load, presets
+    from prefed.experiments.study import check
 
-    load(config, set)
-    print(f"{config}: ok")
+    if config in presets() or not is_study(config):
+        load(config, set)
+        print(f"{config}: ok")
+        return
+    if set:
+        raise PrefedError("--set: changes a config, and this is a study; write them into its `set`")
+    runs = check(config)
+    print(f"{config}: ok, a study of {runs} runs")

@@ -4,6 +4,7 @@ from typing import Annotated
 import typer
 
 from prefed.cli.options import Quiet, Track, Workers
+from prefed.cli.text import say
 
 
 def study(
@@ -12,7 +13,10 @@ def study(
     ],
     out: Annotated[
         Path,
-        typer.Option(help="directory of runs and results; runs that are there are not repeated"),
+        typer.Option(
+            file_okay=False,
+            help="directory of runs and results; runs that are there are not repeated",
+        ),
     ] = Path("runs/study"),
     minutes: Annotated[
         float | None, typer.Option(min=0.1, help="stop after this time; the same command goes on")
@@ -29,8 +33,10 @@ def study(
     with seeds of their own. Writes a table, a figure and the numbers behind both.
     """
     from prefed.cli.live import LiveRuns, for_minutes
+    from prefed.cli.tables import show as show_table
+    from prefed.cli.tables import table
     from prefed.experiments.stats import student
-    from prefed.experiments.study import StudyRuns, find, read
+    from prefed.experiments.study import StudyRuns, check, find, read
     from prefed.experiments.trackers import Tracking
     from prefed.report import study_results as results
 
@@ -38,6 +44,7 @@ def study(
     if show:
         print(find(study).read_text(), end="")
         return
+    check(study)  # also what would be run last
     student(1)  # if SciPy is missing, say so now and not after the runs
     study_runs = StudyRuns(plan, out, Tracking(track, out, name))
     over = False
@@ -49,9 +56,13 @@ def study(
                 study_runs.compare(workers, on_event)
             except TimeoutError:
                 over = True
-    text = results.write(study_runs, name)
-    if not quiet:
-        print(text)
-        print(f"written: {out / name}.md, .png and .json")
-        if over:
-            print("not complete: the time is over; the same command goes on")
+    head, lines, note = results.write(study_runs, name)
+    if quiet:
+        return
+    if lines:
+        show_table(table(head, lines))
+        say(f"{note}\nwritten: {out / name}.md, .png and .json".lstrip())
+    else:
+        print(f"{out}: no run of the comparison has ended yet")
+    if over:
+        print("not complete: the time is over; the same command goes on")

@@ -29,11 +29,15 @@ def table(headings: Iterable[str], rows: Iterable[Sequence[str]], title: str = "
 
 
 def show(view: Table) -> None:
-    """Print a table. In a terminal that is too narrow its columns of text are folded, the widest
-    first; numbers never are."""
+    """Print a table. In a terminal that is too narrow intervals go below what they are of, and
+    columns of text are folded, the widest first; numbers never are."""
     console = Console()
     terminal, console.width = console.width, 1 << 16
     width = console.measure(view).maximum
+    if console.is_terminal and width > terminal:
+        for column in view.columns:
+            column._cells = [str(cell).replace(" [", "\n[") for cell in column.cells]
+        width = console.measure(view).maximum
     texts = [c for c in view.columns if c.justify == "left"]
     widths = {id(c): max(map(len, map(str, [c.header, *c.cells]))) for c in texts}
     while console.is_terminal and width > terminal and max(widths.values(), default=0) > NARROWEST:

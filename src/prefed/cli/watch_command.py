@@ -40,4 +40,6 @@ def watch(
                 webbrowser.open(server.address)
             server.serve_forever()
     except KeyboardInterrupt:
-        print("stopped; the runs go on")
+        state = server.watch.state()
+        more = "; the runs go on" if state == "running" else "; no run is under way"
+        print(f"stopped{'' if state in ('waiting', 'error') else more}")

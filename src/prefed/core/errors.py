@@ -43,25 +43,29 @@ class RankLost(RuntimeError):
     """Another process of a distributed run has died or hangs."""
 
 
-def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """' (did you mean "x"?)' for the nearest name, or the list of names if none is near."""
+def did_you_mean(word: str, names: Iterable[str], listed: bool = True) -> str:
+    """'; did you mean "x"?' for the nearest name, or the list of names if none is near; of names
+    that are too many to be listed the nearest three."""
     names = sorted(names)
-    near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word.lower(), names, n=1 if listed else 3, cutoff=0.5)
     if near:
-        return f'; did you mean "{near[0]}"?'
-    return f"; known: {', '.join(names)}" if names else ""
+        return f"""; did you mean {" or ".join(f'"{name}"' for name in near)}?"""
+    return f"; known: {', '.join(names)}" if names and listed else ""
 
 
 def explain(error: "ValidationError", model: "type[BaseModel]", prefix: str = "") -> list[str]:
     """One line for each thing wrong: the key's path, what was expected, the nearest name."""
-    lines = []
+    lines: list[str] = []
+    told: set[str] = set()
     for item in error.errors():
         path = _keys(item["loc"])
         where = prefix + ".".join(path)
         if item["type"] == "extra_forbidden":
             owner = _model_at(model, path[:-1])
             names = owner.model_fields if owner is not None else ()
-            lines.append(f"{where}: unknown option{did_you_mean(path[-1], names)}")
+            known = did_you_mean(path[-1], names)
+            lines.append(f"{where}: unknown option{'' if known in told else known}")
+            told.add(known if known.startswith("; known") else "")
         elif item["type"] == "missing":
             lines.append(f"{where}: is required")
         elif item["type"] == "union_tag_invalid":

@@ -159,9 +159,26 @@ def read(source: str) -> dict[str, Any]:
     if source in presets():
         text = files("prefed").joinpath("presets", f"{source}.toml").read_text()
         return tomllib.loads(text)
+    if path.is_dir():
+        raise PrefedError(f"{source}: is a directory; a run's config is the config.toml in it")
+    if is_study(source):
+        raise PrefedError(f"{source}: is a study, not a config; `prefed study {source}` runs it")
     if not path.is_file():
         raise PrefedError(f"{source}: no such file or preset{did_you_mean(source, presets())}")
     return read_toml(path)
+
+
+def studies() -> list[str]:
+    """Those that come with prefed."""
+    names = (path.name for path in files("prefed").joinpath("studies").iterdir())
+    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
+
+
+def is_study(source: str) -> bool:
+    """Whether it is the file, or the name, of a study and not of a config."""
+    if not Path(source).is_file():
+        return source in studies()
+    return "config" in (table := read_toml(Path(source))) and not {"algorithm", "data"} & {*table}
 
 
 LONGEST_FILE, LONGEST_LINE = 1 << 18, 10_000
@@ -202,14 +219,15 @@ def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
     if isinstance(algorithm, dict) and isinstance(algorithm.get("name"), str):
         table["algorithm"] = {**tuned.get(algorithm["name"], {}), **algorithm}
     known = _algorithm_options(table)
+    errors: list[str] = []
     for key, value in filter(None, bare):
         path = key.split(".")
-        if path[0] not in known:
+        if path[0] in known:
+            assign(table["algorithm"], path, value, key)
+        else:
             names = {*Config.model_fields, *known}
-            raise PrefedError(f"{key}: unknown option{did_you_mean(path[0], names)}")
-        assign(table["algorithm"], path, value, key)
+            errors.append(f"{key}: unknown option{did_you_mean(path[0], names)}")
     _fill_schedules(table)
-    errors: list[str] = []
     config = None
     try:
         config = Config.model_validate(table)
@@ -236,7 +254,10 @@ def algorithms_of(source: str) -> list[str]:
     table = read(source)
     chosen = table.get("algorithm", {})
     name = chosen if isinstance(chosen, str) else chosen.get("name")
-    return list(table.get("tuned", {})) or [name]
+    names = [*table.get("tuned", {})] or [name]
+    if None in names:
+        raise PrefedError(f"{source}: names no algorithm; give --algorithms")
+    return names
 
 
 def tuned_options(source: str, config: Config) -> dict[str, Any]:

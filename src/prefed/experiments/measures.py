@@ -23,6 +23,8 @@ class Measure:
     scale: float = 1.0
     unit: str = ""
     format: str = ".4g"
+    span: float = math.inf
+    """Between its smallest and its largest value, if it has them: 1 for a share."""
 
     def of(self, run: StoredRun) -> list[float]:
         """Its values in the rounds that were evaluated."""
@@ -44,12 +46,19 @@ class Measure:
     def best(self, values: Sequence[float]) -> float:
         return max(values, key=lambda value: self.sign * value)
 
+    def cut(self, interval: tuple[float, float], low: float) -> tuple[float, float]:
+        """An interval as far as it holds what can be, in units of `scale`, where `low` is the
+        least. Of few values it may reach beyond; one without end stays so: nothing is known."""
+        if not (math.isfinite(self.span) and math.isfinite(interval[0])):
+            return interval
+        return max(interval[0], self.scale * low), min(interval[1], self.scale * self.span)
+
     def text(self, value: float) -> str:
         """Without its unit, which a heading has."""
         return f"{self.scale * value:{self.format}}"
 
 
-ACCURACY = Measure("test_accuracy", "accuracy", 1, 100.0, " %", ".1f")
+ACCURACY = Measure("test_accuracy", "accuracy", 1, 100.0, " %", ".1f", span=1.0)
 LOSS = Measure("test_loss", "loss", -1)
 
 

@@ -125,7 +125,9 @@ class RunDirectory(Callback):
                 )
             text = existing.read_text()  # checkpoints name it: an older version wrote other words
             text = _with_rounds(text, asked)
-        elif folder.exists() and (not folder.is_dir() or any(_visible(folder))):
+        elif folder.exists() and not folder.is_dir():
+            raise PrefedError(f"{folder}: is a file; choose a directory")
+        elif folder.exists() and any(_visible(folder)):
             raise PrefedError(f"{folder}: is not empty and holds no run; choose another directory")
         if seconds_between is None:
             seconds_between = SECONDS_BETWEEN

@@ -178,7 +178,10 @@ def load_runs(*folders: str | Path) -> list[StoredRun]:
     runs: list[StoredRun] = []
     for folder in map(Path, folders):
         if not folder.is_dir():
-            raise PrefedError(f"{folder}: no such directory")
+            what = (
+                "is a file; give the directory of runs" if folder.exists() else "no such directory"
+            )
+            raise PrefedError(f"{folder}: {what}")
         found: dict[Path, StoredRun] = {}
         for path in folder.rglob(ARCHIVE):
             found |= {run.folder: run for run in load_archive(path.parent).values()}

@@ -44,7 +44,7 @@ from prefed.core.deprecated import with_new_names
 from prefed.core.errors import PrefedError, RunFailed, checked, did_you_mean
 from prefed.core.machine import cores
 from prefed.core.safe_files import lock, read_whole, write_whole
-from prefed.experiments.config import Config, assign, load, read_toml
+from prefed.experiments.config import Config, assign, is_study, load, read_toml, studies
 from prefed.experiments.config import read as read_config
 from prefed.experiments.jobs import Job, run_jobs
 from prefed.experiments.measures import ACCURACY, measure, merit
@@ -144,12 +144,6 @@ class Study(BaseModel):
         return load(whole)
 
 
-def studies() -> list[str]:
-    folder = files("prefed").joinpath("studies")
-    names = (path.name for path in folder.iterdir())
-    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
-
-
 def find(source: str) -> Path:
     """The file of a study, given by its path or its name."""
     if source in studies():
@@ -162,7 +156,25 @@ def find(source: str) -> Path:
 def read(source: str) -> tuple[str, Study]:
     """The name of a study, and its content."""
     path = find(source)
+    if not is_study(str(path)) and "algorithm" in (table := read_toml(path)) and "data" in table:
+        raise PrefedError(f"{source}: is a config, not a study; `prefed run {source}` runs it")
     return path.stem, checked(Study, read_toml(path), prefix=f"{path.name}: ")
+
+
+def check(source: str) -> int:
+    """How many runs a study has, or a PrefedError with all that is wrong with their configs."""
+    name, study = read(source)
+    errors: dict[str, None] = {}
+    lines = study.compared().values()
+    options = [(name, name, point) for name in study.grid for point in study.points(name)]
+    for algorithm, like, point in [*options, *lines]:
+        try:
+            study.make_config(algorithm, like, point)
+        except PrefedError as error:
+            errors |= dict.fromkeys(f"{name}: {line}" for line in str(error).splitlines())
+    if errors:
+        raise PrefedError("\n".join(errors))
+    return len(options) * len(study.tuning.seeds) + len(lines) * study.seeds
 
 
 class StudyRuns:

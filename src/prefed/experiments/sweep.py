@@ -13,7 +13,7 @@ from prefed.core.errors import PrefedError
 from prefed.experiments.config import load
 from prefed.experiments.measures import measure
 from prefed.experiments.plans import OnEvent, Planned, run_all
-from prefed.experiments.ranking import Group
+from prefed.experiments.ranking import Group, flatten, group
 from prefed.experiments.stored_runs import StoredRun
 from prefed.experiments.trackers import Tracking
 
@@ -121,6 +121,29 @@ def sweep(
         for point, plan in zip(batch, plans, strict=True):
             tried.append(Scored(point, [next(stored) for _ in plan]))
     return sorted(tried, key=lambda scored: scored.merit, reverse=True)
+
+
+def points_of(runs: Sequence[StoredRun]) -> list[Scored]:
+    """The points of a sweep as its runs tell: those of one algorithm on a validation split, by the
+    keys that they differ in, in the order that the names of their directories have. The best comes
+    first; none if nothing was swept."""
+    groups = [g for g in group(runs) if g.split == "validation"]
+    configs = [flatten(g.runs[0].config) for g in groups]
+    keys = sorted({k for config in configs for k in config} - {"seed"})
+    differing = [k for k in keys if len({str(config.get(k)) for config in configs}) > 1]
+    if not differing or "algorithm.name" in differing:
+        return []
+    names = {k.removeprefix("algorithm."): k for k in differing}
+    title = groups[0].runs[0].folder.name
+    order = sorted(names, key=lambda name: f",{title}".find(f",{name}="))
+    return [
+        Scored({name: _text(config.get(names[name])) for name in order}, g.runs)
+        for g, config in zip(groups, configs, strict=True)
+    ]
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def plan_point(

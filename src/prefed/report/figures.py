@@ -79,6 +79,7 @@ def draw_heat_map(scored: list[Scored]) -> Figure | None:
         cell = (s.point[keys[0]], s.point[keys[1]])
         best[cell] = max(best.get(cell, -math.inf), s.score)
     figure, axes = _figure()
+    axes.grid(False)
     by = measure([run for s in scored for run in s.runs])
     values = [
         [by.scale * by.sign * best.get((column, row), math.nan) for column in columns]

@@ -22,7 +22,7 @@ from prefed.experiments.config import load
 from prefed.experiments.measures import megabytes
 from prefed.experiments.ranking import Group, flatten, group, headings
 from prefed.experiments.stored_runs import StoredRun
-from prefed.experiments.sweep import Scored
+from prefed.experiments.sweep import Scored, points_of
 from prefed.report import figures as drawn
 from prefed.report.curves import charts
 
@@ -40,10 +40,13 @@ def write_report(
     """Write the report to `path`, and into the folder `figures`, if one is named, its figures;
     their paths.
 
+    sweep  its points, if the runs are of one; by default of two keys, if the runs differ in two
     notes  sentences for a reader to mind, such as a best point at the edge of its grid
     """
     groups = group(runs)
     shown = charts(groups)
+    if sweep is None and len((found := points_of(runs) or [Scored({}, [])])[0].point) == 2:
+        sweep = found
     heat_map = drawn.draw_heat_map(sweep) if sweep else None
     split = _split(runs[0])
     written = []

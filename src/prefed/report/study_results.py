@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from prefed.algorithms import ALGORITHMS
 from prefed.core.safe_files import to_json, write_whole
@@ -21,8 +21,9 @@ from prefed.report.figures import to_bytes
 Row = dict[str, Any]
 
 
-def write(study_runs: StudyRuns, name: str) -> str:
-    """Write STUDY.json, STUDY.md and STUDY.png, and return the table."""
+def write(study_runs: StudyRuns, name: str) -> tuple[list[str], list[list[str]], str]:
+    """Write STUDY.json, STUDY.md and, if there are runs, STUDY.png; the headings and the cells of
+    the table, and what to mind."""
     study, runs = study_runs.study, study_runs.runs()
     rows = summarise(runs, study.reference)
     best = study_runs.best()
@@ -34,9 +35,9 @@ def write(study_runs: StudyRuns, name: str) -> str:
         "at_the_edge": edges,
         "lines": rows,
     }
-    text = table(rows, study.reference)
-    if edges:
-        text += f"\n\n{_edge_note(edges, best)}"
+    head, lines = table(rows, study.reference)
+    note = _edge_note(edges, best) if edges else ""
+    text = markdown(head, lines) + (f"\n\n{note}" if note else "")
     write_whole(study_runs.out / f"{name}.json", to_json(record, indent=1) + "\n")
     write_whole(study_runs.out / f"{name}.md", text + "\n")
     shown = study.curves or list(study.compared())
@@ -44,7 +45,7 @@ def write(study_runs: StudyRuns, name: str) -> str:
         chosen = {label: runs[label] for label in shown if label in runs}
         picture = draw(rows, chosen, against_upload=study.ends == "upload")
         write_whole(study_runs.out / f"{name}.png", to_bytes(picture, "png"))
-    return text
+    return head, lines, note
 
 
 def _edge_note(edges: dict[str, list[str]], best: dict[str, Point]) -> str:
@@ -88,7 +89,6 @@ def summarise(runs: Runs, reference: str | None) -> list[Row]:
         first = next(iter(by_seed.values()))
         up = fmean(run.total("bytes_up") for run in by_seed.values())
         whole = list(_not_diverged(by_seed).values()) or [first]
-        low, high = student_interval(list(values.values()))
         rows.append(
             {
                 "label": label,
@@ -96,9 +96,11 @@ def summarise(runs: Runs, reference: str | None) -> list[Row]:
                 "measure": by.key,
                 "values": values,
                 "mean": fmean(values.values()) if values else None,
-                "interval": (low, high),
+                "interval": by.cut(student_interval(list(values.values())), 0),
                 "difference": fmean(paired) if paired and label != reference else None,
-                "difference_interval": student_interval(paired) if label != reference else None,
+                "difference_interval": (
+                    by.cut(student_interval(paired), -by.span) if label != reference else None
+                ),
                 "jumps": {run.seed: jumps(run, by) for run in whole},
                 "diverged": len(by_seed) - len(values),
                 "megabytes_up": up / 1e6,
@@ -122,13 +124,14 @@ def _not_diverged(by_seed: dict[int, StoredRun]) -> dict[int, StoredRun]:
     return {seed: run for seed, run in by_seed.items() if run.status != "diverged"}
 
 
-def table(rows: list[Row], reference: str | None) -> str:
+def table(rows: list[Row], reference: str | None) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells."""
     accuracy = _is_accuracy(rows)
     what = "test accuracy %" if accuracy else "test loss"
     head = ["", what, "jumps", "MB up", "up / d", "seeds"]
     if reference:
         head.insert(2, f"minus {reference}")
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines = []
     digits = 2 if accuracy else 5
     for row in rows:
         cells = [row["label"], _with_interval(row["mean"], row["interval"], f".{digits}f")]
@@ -145,8 +148,13 @@ def table(rows: list[Row], reference: str | None) -> str:
             f"{row['vectors_up']:.3g}",
             seeds,
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return head, lines
+
+
+def markdown(head: list[str], lines: list[list[str]]) -> str:
+    rows = ["| " + " | ".join(cells) + " |" for cells in (head, *lines)]
+    return "\n".join([rows[0], "|" + "---|" * len(head), *rows[1:]])
 
 
 def _with_interval(mean: float | None, interval: Sequence[float] | None, form: str) -> str:
@@ -169,12 +177,15 @@ def draw(rows: list[Row], shown: Runs, against_upload: bool) -> Figure:
     for name, by_seed in shown.items():
         _curve(curves, list(_not_diverged(by_seed).values()), by, name, *styles[name][:2])
     curves.set(xlabel="round", ylabel=label, title="mean over seeds")
+    curves.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=(1, 2, 5, 10)))
     if not accuracy:
         curves.set_yscale("log")
     (_against_upload if against_upload else _line_by_line)(
         ends, [row for row in rows if row["mean"] is not None], styles
     )
-    ends.set(title="at the end, 95 % intervals")
+    seeds = sorted({len(row["values"]) for row in rows if row["values"]})
+    of = " to ".join(map(str, dict.fromkeys((*seeds[:1], *seeds[-1:])))) or "no"
+    ends.set(title=f"at the end, 95 % intervals of {of} {'seed' if of == '1' else 'seeds'}")
     (ends.set_ylabel if against_upload else ends.set_xlabel)(label)
     for axes in (curves, ends):
         axes.grid(alpha=0.25, lw=0.5)

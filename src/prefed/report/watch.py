@@ -58,6 +58,15 @@ class Watch:
             body = "" if seen == self._drawn else f", {self._body}"
             return f"{json.dumps(about)[:-1]}{body}}}"
 
+    def state(self) -> str:
+        """How the runs stand, in a word."""
+        with self._lock:
+            try:
+                self._following.read()
+                return describe(self._following.runs(), self.folder)[0]
+            except (PrefedError, OSError):
+                return "error"
+
     def _draw(self, runs: list[StoredRun]) -> None:
         groups = group(runs)
         progress = [
