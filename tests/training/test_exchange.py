@@ -36,7 +36,7 @@ def ident(value: Any) -> str:
 
 
 def run(options: dict[str, Any], engine: str, **settings: Any) -> prefed.Result:
-    every: dict[str, Any] = {"rounds": 4, "local_steps": 3, "batch_size": 4, "seed": 5}
+    every: dict[str, Any] = {"rounds": 5, "local_steps": 3, "batch_size": 4, "seed": 5}
     every |= {"device": "cpu", "clients_per_round": 4, "engine": engine}
     algorithm = prefed.PreFed(client_lr=0.01, **options)
     return prefed.simulate(algorithm, chain(), tiny_data(), **every | settings)

@@ -11,12 +11,12 @@ from prefed.cli.text import joined, say
 
 
 def ls() -> None:
-    """List presets, studies, algorithms, models, data sets, splits, engines, codecs and losses."""
+    """List presets, studies, tables, and what they name: algorithms, models, data sets, ..."""
     from prefed import ALGORITHMS, CODECS, DATASETS, ENGINES, LOSSES, MODELS, SPLITS
-    from prefed.experiments.config import presets, studies
+    from prefed.experiments.config import presets, studies, tables
 
-    say("presets:    " + " ".join(presets()), 12 * " ")
-    say("studies:    " + " ".join(studies()), 12 * " ")
+    for title, names in (("presets", presets()), ("studies", studies()), ("tables", tables())):
+        say(f"{title + ':':<12}" + " ".join(names), 12 * " ")
     for title, registry in (
         ("algorithms", ALGORITHMS), ("models", MODELS), ("data sets", DATASETS),
         ("splits", SPLITS), ("engines", ENGINES), ("codecs", CODECS), ("losses", LOSSES),
@@ -27,16 +27,14 @@ def ls() -> None:
 def cat(
     name: Annotated[str, typer.Argument(help="a preset, or anything `prefed ls` lists")],
 ) -> None:
-    """Print a preset or a study, or what an algorithm, model, data set, split, codec, engine or
-    loss is and its options; also of your own, as module:name."""
-    from importlib.resources import files
-
+    """Print a preset, study or table, or what an algorithm, model, data set, split, codec, engine
+    or loss is and its options; also of your own, as module:name."""
     from prefed.core.errors import PrefedError, did_you_mean
-    from prefed.experiments.config import presets, studies
-    from prefed.experiments.study import find
+    from prefed.experiments.config import find, shipped
 
-    if name in presets():
-        print(files("prefed").joinpath("presets", f"{name}.toml").read_text(), end="")
+    folders = [folder for folder in ("presets", "studies", "tables") if name in shipped(folder)]
+    if "presets" in folders:
+        print(find("presets", name).read_text(), end="")
         return
     kinds = _kinds()
     if ":" in name:
@@ -46,10 +44,12 @@ def cat(
     found = [registry for registry in kinds if name in registry.names()]
     for registry in found:
         say(f"{registry.kind} {name}\n\n{_described(registry.get(name), kinds[registry])}")
-    if not found and name in studies():
-        print(find(name).read_text(), end="")
+    if not found and folders:
+        print(find(folders[0], name).read_text(), end="")
     elif not found:
-        known = {*presets(), *studies(), *(n for registry in kinds for n in registry.names())}
+        shown = [shipped(folder) for folder in ("presets", "studies", "tables")]
+        names = [*shown, *(registry.names() for registry in kinds)]
+        known = {name for some in names for name in some}
         near = did_you_mean(name, known, listed=False)
         raise PrefedError(
             f"nothing is called {name!r}{near or ';'} `prefed ls` lists what there is"

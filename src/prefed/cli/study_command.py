@@ -35,14 +35,15 @@ def study(
     from prefed.cli.live import LiveRuns, for_minutes
     from prefed.cli.tables import show as show_table
     from prefed.cli.tables import table
+    from prefed.experiments.config import find
     from prefed.experiments.stats import student
-    from prefed.experiments.study import StudyRuns, check, find, read
+    from prefed.experiments.study import StudyRuns, check, read
     from prefed.experiments.trackers import Tracking
     from prefed.report import study_results as results
 
     name, plan = read(study)
     if show:
-        print(find(study).read_text(), end="")
+        print(find("studies", study).read_text(), end="")
         return
     check(study)  # also what would be run last
     student(1)  # if SciPy is missing, say so now and not after the runs

@@ -25,11 +25,12 @@ def table(
     """Compute a table again that others printed, and set both numbers side by side."""
     from prefed.cli.live import LiveRuns, for_minutes
     from prefed.core.safe_files import write_whole
-    from prefed.experiments.tables import TableRuns, find, read, to_markdown
+    from prefed.experiments.config import find
+    from prefed.experiments.printed_tables import TableRuns, read, to_markdown
 
     name, plan = read(table)
     if show:
-        print(find(table).read_text(), end="")
+        print(find("tables", table).read_text(), end="")
         return
     runs, over = TableRuns(name, plan, out), False
     if not draw:

@@ -147,31 +147,44 @@ class Config(Settings):
 
 
 def presets() -> list[str]:
-    folder = files("prefed").joinpath("presets")
-    return sorted(
-        p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml")
-    )
+    return shipped("presets")
+
+
+def studies() -> list[str]:
+    return shipped("studies")
+
+
+def tables() -> list[str]:
+    return shipped("tables")
+
+
+def shipped(folder: str) -> list[str]:
+    """The names of the TOML files that come with prefed."""
+    names = (path.name for path in files("prefed").joinpath(folder).iterdir())
+    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
+
+
+def find(folder: str, source: str) -> Path:
+    """The TOML file that `source` is the path of, or the name in a folder of prefed's."""
+    if source in (known := shipped(folder)):
+        return Path(str(files("prefed").joinpath(folder, f"{source}.toml")))
+    if not Path(source).is_file():
+        kind = {"presets": "preset", "studies": "study", "tables": "table"}[folder]
+        raise PrefedError(f"{source}: no such file or {kind}{did_you_mean(source, known)}")
+    return Path(source)
 
 
 def read(source: str) -> dict[str, Any]:
     """The table in a TOML file, or in the preset of that name."""
-    path = Path(source)
-    if source in presets():
-        text = files("prefed").joinpath("presets", f"{source}.toml").read_text()
-        return tomllib.loads(text)
-    if path.is_dir():
-        raise PrefedError(f"{source}: is a directory; a run's config is the config.toml in it")
-    if is_study(source):
-        raise PrefedError(f"{source}: is a study, not a config; `prefed study {source}` runs it")
-    if not path.is_file():
-        raise PrefedError(f"{source}: no such file or preset{did_you_mean(source, presets())}")
-    return read_toml(path)
-
-
-def studies() -> list[str]:
-    """Those that come with prefed."""
-    names = (path.name for path in files("prefed").joinpath("studies").iterdir())
-    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
+    if source not in presets():
+        if Path(source).is_dir():
+            raise PrefedError(f"{source}: is a directory; a run's config is the config.toml in it")
+        for kind, found in (("study", is_study(source)), ("table", source in tables())):
+            if found:
+                raise PrefedError(
+                    f"{source}: is a {kind}, not a config; `prefed {kind} {source}` runs it"
+                )
+    return read_toml(find("presets", source))
 
 
 def is_study(source: str) -> bool:

@@ -31,7 +31,6 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -44,7 +43,7 @@ from prefed.core.deprecated import with_new_names
 from prefed.core.errors import PrefedError, RunFailed, checked, did_you_mean
 from prefed.core.machine import cores
 from prefed.core.safe_files import lock, read_whole, write_whole
-from prefed.experiments.config import Config, assign, is_study, load, read_toml, studies
+from prefed.experiments.config import Config, assign, find, is_study, load, read_toml
 from prefed.experiments.config import read as read_config
 from prefed.experiments.jobs import Job, run_jobs
 from prefed.experiments.measures import ACCURACY, measure, merit
@@ -144,18 +143,9 @@ class Study(BaseModel):
         return load(whole)
 
 
-def find(source: str) -> Path:
-    """The file of a study, given by its path or its name."""
-    if source in studies():
-        return Path(str(files("prefed").joinpath("studies", f"{source}.toml")))
-    if not Path(source).is_file():
-        raise PrefedError(f"{source}: no such file or study{did_you_mean(source, studies())}")
-    return Path(source)
-
-
 def read(source: str) -> tuple[str, Study]:
     """The name of a study, and its content."""
-    path = find(source)
+    path = find("studies", source)
     if not is_study(str(path)) and "algorithm" in (table := read_toml(path)) and "data" in table:
         raise PrefedError(f"{source}: is a config, not a study; `prefed run {source}` runs it")
     return path.stem, checked(Study, read_toml(path), prefix=f"{path.name}: ")

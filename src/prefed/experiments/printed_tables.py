@@ -25,7 +25,6 @@ NAME.md                                 the table
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.resources import files
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -33,8 +32,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from prefed.core.errors import PrefedError, checked, did_you_mean
-from prefed.experiments.config import load, read_toml
+from prefed.core.errors import checked
+from prefed.experiments.config import find, load, read_toml
 from prefed.experiments.plans import OnEvent, Planned, run_all
 from prefed.experiments.stored_runs import StoredRun
 from prefed.experiments.study import archive, slug
@@ -80,24 +79,9 @@ class PrintedTable(BaseModel):
     """One for each number."""
 
 
-def tables() -> list[str]:
-    folder = files("prefed").joinpath("tables")
-    names = (path.name for path in folder.iterdir())
-    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
-
-
-def find(source: str) -> Path:
-    """The file of a table, given by its path or its name."""
-    if source in tables():
-        return Path(str(files("prefed").joinpath("tables", f"{source}.toml")))
-    if not Path(source).is_file():
-        raise PrefedError(f"{source}: no such file or table{did_you_mean(source, tables())}")
-    return Path(source)
-
-
 def read(source: str) -> tuple[str, PrintedTable]:
     """The name of a table, and its content."""
-    path = find(source)
+    path = find("tables", source)
     return path.stem, checked(PrintedTable, read_toml(path), prefix=f"{path.name}: ")
 
 
