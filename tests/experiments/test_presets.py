@@ -60,6 +60,16 @@ def test_every_algorithm_has_its_own_step_sizes(name: str) -> None:
         assert "client_lr" in load(name, [f"algorithm={algorithm}"]).algorithm.options
 
 
+def test_a_kind_of_fedavg_begins_with_its_step_sizes() -> None:
+    avg, nova, m = (
+        load("digits-noniid", [f"algorithm={name}"]).algorithm.options
+        for name in ("fedavg", "fednova", "fedavgm")
+    )
+    assert nova == avg
+    assert "client_momentum" in avg
+    assert m != avg
+
+
 @pytest.mark.parametrize("name", [n for n in presets() if n.startswith("paper")])
 def test_the_papers_numbers(name: str) -> None:
     """Section 5 of the paper; the rest as in docs/paper.md."""

@@ -90,8 +90,11 @@ def test_the_command(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(TABLE)
     said = prefed_here("table", str(path), "--draw", "--out", "out", cwd=tmp_path).stdout
-    assert "| E = 1 | iid | 7 | not run yet |" in said
-    assert (tmp_path / "out" / "mine.md").read_text() in said
+    assert "Nobody 2020, table 1\n" in said
+    assert said.count("not run yet") == 2
+    assert "| E = 1 | iid | 7 | not run yet |" in (tmp_path / "out" / "mine.md").read_text()
+    assert prefed_here("validate", str(path), cwd=tmp_path).stdout.endswith("a table of 4 runs\n")
+    assert "is a table, not a config" in prefed_here("run", "mine.toml", cwd=tmp_path).stderr
     with pytest.raises(PrefedError, match='no such file or table; did you mean "mcmahan-2nn"'):
         find("tables", "mcmahan-2n")
 

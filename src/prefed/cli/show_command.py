@@ -83,16 +83,18 @@ def _described(thing: Any, given: tuple[str, ...] = ()) -> str:
 
 
 def validate(config: Source, set: Changes = []) -> None:
-    """Check a config, or a study, and print every error in it at once."""
+    """Check a config, a study or a table, and print every error in it at once."""
     from prefed.core.errors import PrefedError
-    from prefed.experiments.config import is_study, load, presets
-    from prefed.experiments.study import check
+    from prefed.experiments import printed_tables, study
+    from prefed.experiments.config import kind_of, load
 
-    if config in presets() or not is_study(config):
+    if (kind := kind_of(config)) == "config":
         load(config, set)
         print(f"{config}: ok")
         return
     if set:
-        raise PrefedError("--set: changes a config, and this is a study; write them into its `set`")
-    runs = check(config)
-    print(f"{config}: ok, a study of {runs} runs")
+        raise PrefedError(
+            f"--set: changes a config, and this is a {kind}; write them into its `set`"
+        )
+    runs = {"study": study.check, "table": printed_tables.check}[kind](config)
+    print(f"{config}: ok, a {kind} of {runs} runs")

@@ -24,9 +24,12 @@ def table(
 ) -> None:
     """Compute a table again that others printed, and set both numbers side by side."""
     from prefed.cli.live import LiveRuns, for_minutes
+    from prefed.cli.tables import show as show_table
+    from prefed.cli.tables import table as make_table
+    from prefed.cli.text import say
     from prefed.core.safe_files import write_whole
     from prefed.experiments.config import find
-    from prefed.experiments.printed_tables import TableRuns, read, to_markdown
+    from prefed.experiments.printed_tables import HEADINGS, TableRuns, read, rows, to_markdown
 
     name, plan = read(table)
     if show:
@@ -42,7 +45,8 @@ def table(
     text = to_markdown(runs)
     write_whole(out / f"{name}.md", text)
     if not quiet:
-        print(text)
-        print(f"written: {out / name}.md")
+        say(f"{plan.title}\n{plan.source}")
+        show_table(make_table(HEADINGS, [cells for *cells, _ in rows(runs)]))
+        say(f"with the command of each: {out / name}.md")
         if over:
             print("not complete: the time is over; the same command goes on")

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import (
@@ -37,7 +37,7 @@ from torch import nn
 
 from prefed.algorithms import ALGORITHMS, Algorithm
 from prefed.core import draws
-from prefed.core.errors import PrefedError, did_you_mean, explain
+from prefed.core.errors import PrefedError, checked, did_you_mean, explain
 from prefed.core.losses import LOSSES, OF_NUMBERS, given_to, make_loss
 from prefed.core.safe_files import read_whole
 from prefed.core.schedule import written
@@ -48,6 +48,8 @@ from prefed.training.engines.engine import check_engine
 from prefed.training.ranks import make_trainer
 from prefed.training.run import MakeTrainer, Run
 from prefed.training.settings import Settings
+
+M = TypeVar("M", bound=BaseModel)
 
 
 class Named(BaseModel):
@@ -146,6 +148,10 @@ class Config(Settings):
         return table
 
 
+KINDS = {"presets": "preset", "studies": "study", "tables": "table"}
+"""Folders with TOML files that come with prefed, and what one of them is."""
+
+
 def presets() -> list[str]:
     return shipped("presets")
 
@@ -169,29 +175,39 @@ def find(folder: str, source: str) -> Path:
     if source in (known := shipped(folder)):
         return Path(str(files("prefed").joinpath(folder, f"{source}.toml")))
     if not Path(source).is_file():
-        kind = {"presets": "preset", "studies": "study", "tables": "table"}[folder]
-        raise PrefedError(f"{source}: no such file or {kind}{did_you_mean(source, known)}")
+        raise PrefedError(f"{source}: no such file or {KINDS[folder]}{did_you_mean(source, known)}")
     return Path(source)
 
 
 def read(source: str) -> dict[str, Any]:
     """The table in a TOML file, or in the preset of that name."""
-    if source not in presets():
-        if Path(source).is_dir():
-            raise PrefedError(f"{source}: is a directory; a run's config is the config.toml in it")
-        for kind, found in (("study", is_study(source)), ("table", source in tables())):
-            if found:
-                raise PrefedError(
-                    f"{source}: is a {kind}, not a config; `prefed {kind} {source}` runs it"
-                )
+    if Path(source).is_dir() and source not in presets():
+        raise PrefedError(f"{source}: is a directory; a run's config is the config.toml in it")
+    if (kind := kind_of(source)) != "config":
+        raise PrefedError(f"{source}: is a {kind}, not a config; `prefed {kind} {source}` runs it")
     return read_toml(find("presets", source))
 
 
-def is_study(source: str) -> bool:
-    """Whether it is the file, or the name, of a study and not of a config."""
+def kind_of(source: str) -> str:
+    """What a file, or a name, is of: a "config", a "study" or a "table"."""
+    if source in presets():
+        return "config"
     if not Path(source).is_file():
-        return source in studies()
-    return "config" in (table := read_toml(Path(source))) and not {"algorithm", "data"} & {*table}
+        return "study" if source in studies() else "table" if source in tables() else "config"
+    keys = {*read_toml(Path(source))}
+    if "config" not in keys or {"algorithm", "data"} & keys:
+        return "config"
+    return "table" if "cells" in keys else "study"
+
+
+def read_plan(model: type[M], folder: str, source: str) -> tuple[str, M]:
+    """The name of a study or a table, and its content."""
+    path = find(folder, source)
+    table = read_toml(path)
+    if {"algorithm", "data"} <= {*table}:
+        kind = KINDS[folder]
+        raise PrefedError(f"{source}: is a config, not a {kind}; `prefed run {source}` runs it")
+    return path.stem, checked(model, table, prefix=f"{path.name}: ")
 
 
 LONGEST_FILE, LONGEST_LINE = 1 << 18, 10_000
@@ -230,7 +246,7 @@ def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
     if not isinstance(tuned, dict) or not all(isinstance(t, dict) for t in tuned.values()):
         raise PrefedError("tuned: should hold tables, one for each algorithm")
     if isinstance(algorithm, dict) and isinstance(algorithm.get("name"), str):
-        table["algorithm"] = {**tuned.get(algorithm["name"], {}), **algorithm}
+        table["algorithm"] = {**_tuned(tuned, algorithm["name"]), **algorithm}
     known = _algorithm_options(table)
     errors: list[str] = []
     for key, value in filter(None, bare):
@@ -273,9 +289,21 @@ def algorithms_of(source: str) -> list[str]:
     return names
 
 
+def _tuned(tuned: dict[str, Any], name: str) -> dict[str, Any]:
+    """The options for this algorithm, or for the nearest that it is a kind of: FedAvg's for
+    FedNova."""
+    try:
+        kinds = ALGORITHMS.get(name).__mro__
+    except PrefedError:  # which is told elsewhere
+        kinds = ()
+    names = [name, *(ALGORITHMS.name_of(kind) for kind in kinds if issubclass(kind, Algorithm))]
+    found: dict[str, Any] = next((tuned[n] for n in names if n in tuned), {})
+    return found
+
+
 def tuned_options(source: str, config: Config) -> dict[str, Any]:
     """The options of the config's algorithm that are what `source` has tuned for it."""
-    tuned = read(source).get("tuned", {}).get(config.algorithm.name, {})
+    tuned = _tuned(read(source).get("tuned", {}), config.algorithm.name)
     chosen = config.algorithm.options
     return {name: value for name, value in tuned.items() if chosen.get(name) == value}
 

@@ -32,8 +32,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from prefed.core.errors import checked
-from prefed.experiments.config import find, load, read_toml
+from prefed.experiments.config import load, read_plan
 from prefed.experiments.plans import OnEvent, Planned, run_all
 from prefed.experiments.stored_runs import StoredRun
 from prefed.experiments.study import archive, slug
@@ -81,8 +80,16 @@ class PrintedTable(BaseModel):
 
 def read(source: str) -> tuple[str, PrintedTable]:
     """The name of a table, and its content."""
-    path = find("tables", source)
-    return path.stem, checked(PrintedTable, read_toml(path), prefix=f"{path.name}: ")
+    return read_plan(PrintedTable, "tables", source)
+
+
+def check(source: str) -> int:
+    """The number of runs of a table, whose configs are all right."""
+    _, table = read(source)
+    points = [changes for cell in table.cells for changes in cell.points()]
+    for changes in points:
+        load(table.config, changes)
+    return len(points) * table.seeds
 
 
 def rounds_to(target: float, run: StoredRun) -> float | None:
@@ -166,22 +173,27 @@ class TableRuns:
         return fmean(numbers) if len(numbers) == len(found) else None
 
 
-def to_markdown(runs: TableRuns) -> str:
-    """The table: what was printed, what was found, and by which command."""
-    table = runs.table
-    lines = [f"{table.title}. {table.source}.", "",
-             "| | | printed | ours | | command |", "|---|---|---|---|---|---|"]  # fmt: skip
+HEADINGS = ("row", "column", "printed", "ours", "runs")
+
+
+def rows(runs: TableRuns) -> Iterator[tuple[str, str, str, str, str, str]]:
+    """For each cell: where it stands, what was printed, what was found and how, the command."""
     for point, number, ended in runs.results():
-        cell = point.cell
-        count = sum(1 for p in runs.points if p.cell is cell)
-        own = "" if ended else "not run yet"
-        if ended:
-            own = "not reached" if number is None else f"{number:.3g}"
+        cell, count = point.cell, sum(1 for p in runs.points if p.cell is point.cell)
+        own = "not run yet" if not ended else "not reached" if number is None else f"{number:.3g}"
         told = f"best of {ended} points" if count > 1 and ended else ""
         if 0 < ended < count:
             told += f", {count - ended} not run yet"
-        changes = shlex.join(word for change in point.changes for word in ("--set", change))
         printed = "" if cell.printed is None else f"{cell.printed:g}"
-        command = f"`prefed run {table.config} {changes}`"
-        lines.append(f"| {cell.row} | {cell.column} | {printed} | {own} | {told} | {command} |")
+        changes = shlex.join(word for change in point.changes for word in ("--set", change))
+        command = f"prefed run {runs.table.config} {changes}"
+        yield cell.row, cell.column, printed, own, told, command
+
+
+def to_markdown(runs: TableRuns) -> str:
+    table = runs.table
+    lines = [f"{table.title}. {table.source}.", "",
+             "| | | printed | ours | runs | command |", "|---|---|---|---|---|---|"]  # fmt: skip
+    for *cells, command in rows(runs):
+        lines.append(f"| {' | '.join(cells)} | `{command}` |")
     return "\n".join([*lines, *(f"\n{' '.join(note.split())}" for note in table.notes), ""])

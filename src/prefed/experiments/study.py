@@ -40,10 +40,10 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from prefed.algorithms import ALGORITHMS
 from prefed.core.deprecated import with_new_names
-from prefed.core.errors import PrefedError, RunFailed, checked, did_you_mean
+from prefed.core.errors import PrefedError, RunFailed, did_you_mean
 from prefed.core.machine import cores
 from prefed.core.safe_files import lock, read_whole, write_whole
-from prefed.experiments.config import Config, assign, find, is_study, load, read_toml
+from prefed.experiments.config import Config, assign, load, read_plan
 from prefed.experiments.config import read as read_config
 from prefed.experiments.jobs import Job, run_jobs
 from prefed.experiments.measures import ACCURACY, measure, merit
@@ -145,10 +145,7 @@ class Study(BaseModel):
 
 def read(source: str) -> tuple[str, Study]:
     """The name of a study, and its content."""
-    path = find("studies", source)
-    if not is_study(str(path)) and "algorithm" in (table := read_toml(path)) and "data" in table:
-        raise PrefedError(f"{source}: is a config, not a study; `prefed run {source}` runs it")
-    return path.stem, checked(Study, read_toml(path), prefix=f"{path.name}: ")
+    return read_plan(Study, "studies", source)
 
 
 def check(source: str) -> int:
