@@ -11,8 +11,9 @@ STUDIES := digits-noniid digits-autoencoder synthetic upload-digits cifar10-noni
 
 # Compiled modules are kept: tests start many processes.
 unexport PYTHONDONTWRITEBYTECODE
+TABLES := mcmahan-2nn mcmahan-cnn niid-bench-mnist niid-bench-fashion
 
-.PHONY: help venv demo test test-fast test-all check format docs bench bench-peers study faults protections hostile deployments clean
+.PHONY: help venv demo test test-fast test-all check format docs bench bench-peers study tables faults protections hostile deployments clean
 
 help:
 	@echo "make demo    compare seven algorithms on 8x8 digits (about a minute after set-up)"
@@ -32,6 +33,8 @@ help:
 	@echo "make bench-peers  prefed against pfl, Flower and fedjax, each in an environment of its own"
 	@echo "make study   the results of docs/results.md: half an hour for each study at most, and the"
 	@echo "             same command goes on; make study-NAME runs one of: $(STUDIES)"
+	@echo "make tables  the printed tables of docs/tables.md: half an hour for each at most, and the same"
+	@echo "             command goes on; make table-NAME runs one of: $(TABLES)"
 	@echo "make clean   remove .venv and all that was built"
 
 venv: $(READY)
@@ -87,6 +90,11 @@ study: $(STUDIES:%=study-%)
 
 study-%: venv
 	$(BIN)/prefed study $* --out docs/results --minutes 30
+
+tables: $(TABLES:%=table-%)
+
+table-%: venv
+	$(BIN)/prefed table $* --out docs/results/tables --minutes 30
 
 faults: venv
 	$(BIN)/python -m tests.faults

@@ -90,7 +90,8 @@ class Algorithm(BaseModel):
         return values
 
     def after_mean(self, mean: State) -> State:
-        """Undoes `before_mean` on the mean, which is its to change."""
+        """Undoes `before_mean` on the mean, which is its to change but not to keep: the next mean
+        is in the same memory."""
         return mean
 
     def derive(self, change: Tensor, shared: State, lr: float, local_steps: float) -> State:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
+from prefed.core.memory import Memory
 from prefed.data import FederatedData
 from prefed.rules import State
 from prefed.training.engines.auto import MEASURED, Choice, choose, threads_of
@@ -53,6 +54,8 @@ class LocalTrainer(Trainer):
         self.choice: Choice | None = None
         """Engine and workers; to go on with those of an earlier run, set them before."""
         self.workers: Workers | None = None
+        self.memory, self.lent = Memory(), list[Tensor]()
+        """For means, and those of its tensors that the newest mean is in."""
 
     @property
     def engine(self) -> str:  # type: ignore[override]
@@ -94,7 +97,9 @@ class LocalTrainer(Trainer):
 
     def _train(self, server: Server, clients: list[int]) -> Arrived:
         """The mean over these clients, in a fixed order."""
-        mean, kept = Mean(), {}
+        self.memory.give(self.lent)  # the server has used the mean of the last round up
+        self.lent = []
+        mean, kept = Mean(self.memory), {}
         for first, update in self._updates(server, clients):
             block = clients[first : first + len(update.losses)]
             weights = [self.settings.weight(c, len(self.data.client(c))) for c in block]
@@ -136,6 +141,7 @@ class LocalTrainer(Trainer):
     ) -> Arrived:
         """What arrived, from what this process has."""
         values, loss = mean.result()
+        self.lent = [*values.values()]
         return Arrived(values, loss, clients, kept, spread(values))
 
     # Between rounds

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from prefed.core.memory import Memory
+
 
 @dataclass
 class Part:
@@ -20,6 +22,8 @@ class Part:
     values: dict[str, Tensor]
     weight: float
     loss: float
+    copied: bool = False
+    """The values are in memory of the mean's own."""
 
     def merge(self, other: "Part") -> None:
         for name, value in self.values.items():
@@ -32,22 +36,32 @@ class Part:
 class Mean:
     """Collects the clients of a round, each at its position in the cohort."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory | None = None) -> None:
         self._parts: dict[tuple[int, int], Part] = {}
+        self._memory = memory or Memory()
         self.clients = 0
 
     def add(self, position: int, values: dict[str, Tensor], weight: float, loss: float) -> None:
         """Take one client's values; they are copied where they must be held."""
+        part = Part(0, position, values, weight, loss * weight)
         if weight != 1:
-            values = {name: value * weight for name, value in values.items()}
-        self._insert(Part(0, position, values, weight, loss * weight), ours=weight != 1)
+            self._copy(part, weight)
+        self._insert(part, ours=weight != 1)
         self.clients += 1
+
+    def _copy(self, part: Part, weight: float = 1.0) -> None:
+        part.values = {n: self._memory.copy(value, weight) for n, value in part.values.items()}
+        part.copied = True
 
     def add_block(
         self, first: int, values: dict[str, Tensor], weights: list[float], losses: list[float]
     ) -> None:
         """Take the rows of clients at neighbouring positions: `add` for each, with the same bits,
         level by level of the tree for all of them at once."""
+        if len(weights) == 1:
+            one = {name: value[0] for name, value in values.items()}
+            self.add(first, one, weights[0], losses[0])
+            return
         self.clients += len(weights)
         level, ours = 0, False
         if any(weight != 1 for weight in weights):
@@ -82,9 +96,11 @@ class Mean:
         given = part
         while (sibling := self._parts.pop((part.level, part.index ^ 1), None)) is not None:
             sibling.merge(part)
+            if part.copied:
+                self._memory.give(part.values.values())
             part = sibling
         if part is given and not ours:
-            part.values = {name: value.clone() for name, value in part.values.items()}
+            self._copy(part)
         self._parts[part.level, part.index] = part
 
     def result(self) -> tuple[dict[str, Tensor], float]:
@@ -92,6 +108,8 @@ class Mean:
         total, *rest = sorted(self._parts.values(), key=_place, reverse=True)
         for part in rest:
             part.merge(total)
+            if total.copied:
+                self._memory.give(total.values.values())
             total = part
         for value in total.values.values():
             value.div_(total.weight)

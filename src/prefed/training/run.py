@@ -15,6 +15,7 @@ from prefed.core import draws
 from prefed.core.errors import Diverged, Interrupted, PrefedError
 from prefed.core.losses import by_targets, ignored_label, is_one_of, squared_error
 from prefed.core.machine import threads_for, torch_threads
+from prefed.core.memory import all_finite
 from prefed.core.schedule import at
 from prefed.data import FederatedData
 from prefed.rules import State
@@ -308,7 +309,7 @@ class Run:
         self.trainer.keep(self.server, arrived)
         share = arrived.clients / len(self.data)
         server_update(self.algorithm, self.server, arrived.mean, steps, share)
-        self.is_whole = bool(self.server.weights.isfinite().all())
+        self.is_whole = all_finite(self.server.weights)
 
     def _evaluate_if_due(
         self, record: Record, is_last: bool, done: Collection[str] = ()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from prefed.core.errors import PrefedError
+from prefed.core.memory import all_finite
 from prefed.rules import State
 from prefed.training.round import Server
 
@@ -43,7 +44,7 @@ class Arrived:
 
     @cached_property
     def is_finite(self) -> bool:
-        return math.isfinite(self.loss) and all(v.isfinite().all() for v in self.mean.values())
+        return math.isfinite(self.loss) and all(map(all_finite, self.mean.values()))
 
 
 class Trainer(ABC):
