@@ -29,6 +29,7 @@ def _study(kind: str, source: str, changes: list[str], out: Out, quiet: bool) ->
     from prefed.cli.live import new_out
     from prefed.cli.progress import WorkBar, show_warnings_plainly
     from prefed.cli.tables import show, table
+    from prefed.core.machine import torch_threads
     from prefed.experiments.config import load
     from prefed.theory.studies import STUDIES
     from prefed.theory.studies.common import prepare, save
@@ -37,7 +38,9 @@ def _study(kind: str, source: str, changes: list[str], out: Out, quiet: bool) ->
     study = STUDIES[kind]
     pieces = study.pieces(load(source, changes))
     folder = prepare(out or new_out(f"theory-{kind}", source))
-    with WorkBar(pieces, quiet) as bar:
+    # The passes of a study are small and many: threads that wait for each other inside them would
+    # cost several times as much beside a busy neighbour.
+    with torch_threads(1), WorkBar(pieces, quiet) as bar:
         found = study.run(source, changes, bar.tick)
     report = save(folder, f"{source}: {study.title}", found)
     if quiet:
