@@ -74,7 +74,6 @@ def check_summary(record: dict[str, Any], accuracies: list[float], losses: list[
 )
 def test_the_global_model(loss: Any, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many clients in a batch or few; a loss of one's own sees the samples of a client at once."""
-    monkeypatch.setattr("prefed.training.client_evaluation.EVALUATION_BATCH", batch)
     monkeypatch.setattr(task_module, "EVALUATION_BATCH", batch)
     data = given()
     result = prefed.simulate(
@@ -93,7 +92,7 @@ def test_the_global_model(loss: Any, batch: int, monkeypatch: pytest.MonkeyPatch
 def test_clients_of_whose_targets_none_counts(
     batch: int, named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefed.training.client_evaluation.EVALUATION_BATCH", batch)
+    monkeypatch.setattr(task_module, "EVALUATION_BATCH", batch)
     data, tests = tiny_data(), pairs(1)
     tests[3][1].fill_(-100)
     tests[4][1][::2] = -100

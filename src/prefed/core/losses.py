@@ -98,6 +98,19 @@ OF_NUMBERS = (squared_error, binary_cross_entropy)
 OURS = (*WITH_CLASSES, *OF_NUMBERS)
 
 
+def tensor_of(output: Any) -> Tensor:
+    """What losses are of, from what a model gives: a tensor as it is, the logits of a Hugging Face
+    model. Those of sequences (N, T, C) get their classes where cross-entropy wants them."""
+    if isinstance(output, Tensor):
+        return output
+    if not isinstance(logits := getattr(output, "logits", None), Tensor):
+        raise PrefedError(
+            f"model: its output should be a tensor, or have `logits` as those of Hugging Face "
+            f"models do, but is a {type(output).__name__}; wrap it in a module that returns one"
+        )
+    return logits.transpose(1, 2) if logits.dim() == 3 else logits
+
+
 def is_one_of(loss: Callable[..., Tensor], known: tuple[object, ...]) -> bool:
     return (loss.func if isinstance(loss, partial) else loss) in known
 

@@ -23,7 +23,7 @@ from prefed.algorithms import ALGORITHMS, Algorithm
 from prefed.core.errors import PrefedError
 from prefed.core.flat_model import FlatModel
 from prefed.core.layout import Layout
-from prefed.core.losses import by_targets
+from prefed.core.losses import by_targets, tensor_of
 from prefed.flower import protocol as p
 from prefed.flower.kept_state import NEVER, KeptState, state_directory
 from prefed.flower.statedict import StateDict
@@ -286,7 +286,7 @@ class _Block(Block):
     def differentiate(self, k: int) -> Tensor:
         x, y = (part.to(self.weights.device) for part in self.batches[k])
         self.flat.gradient.zero_()
-        loss = self.loss(self.flat.module(x), y)
+        loss = self.loss(tensor_of(self.flat.module(x)), y)
         loss.backward()
         return loss.detach()[None]
 

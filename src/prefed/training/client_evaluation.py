@@ -23,7 +23,7 @@ from prefed.training.engines.auto import Choice
 from prefed.training.engines.engine import Engine
 from prefed.training.engines.workers import Workers
 from prefed.training.round import BUFFERS, PERSONAL, Server, Update, client_state
-from prefed.training.task import EVALUATION_BATCH, Task
+from prefed.training.task import Task
 from prefed.training.trainer import Record
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def score(task: Task, clients: Sequence[Samples], together: bool = True) -> list
     training = task.flat.module.training
     task.flat.module.eval()
     found: list[Score] = []
-    most = EVALUATION_BATCH if together else 0
+    most = task.evaluation_batch if together else 0
     for group in _groups([len(samples) for samples in clients], most):
         if len(group) == 1:
             found.append(task.evaluate(*clients[group.start].all()))

@@ -6,8 +6,9 @@ the dropout call in this forward pass, number of the element): the same for a cl
 every engine, on any number of workers, and on any device.
 
 `KeyedDropout` is entered around a forward pass and catches dropout wherever the model calls it, as
-a module or as a function. The hash is plain integer arithmetic, so it runs under vmap as well, with
-a key of its own for each client.
+a module, as a function or inside scaled_dot_product_attention. The hash is plain integer
+arithmetic, so it runs under vmap as well, with a key of its own for each client. (What
+nn.MultiheadAttention drops cannot be caught: torch asks nobody inside it.)
 """
 
 from collections.abc import Callable, Sequence
@@ -58,19 +59,60 @@ def _mix(bits: Tensor) -> Tensor:
     return bits ^ ((bits >> 16) & 0xFFFF)
 
 
-class KeyedDropout(TorchFunctionMode):
-    """Within it, each call of dropout is answered with the key; `calls` counts them."""
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    drop: Callable[[Tensor, float], Tensor],
+) -> Tensor:
+    """torch's scaled_dot_product_attention in its plain lines, with dropout of our own."""
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = (t.repeat_interleave(groups, -3) for t in (key, value))
+    scores = query @ key.transpose(-2, -1) * (scale or query.shape[-1] ** -0.5)
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(attn_mask.logical_not(), -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return drop(scores.softmax(-1), dropout_p) @ value
 
-    def __init__(self, key: Tensor) -> None:
+
+class KeyedDropout(TorchFunctionMode):
+    """Within it, each call of dropout is answered with the key; `calls` counts them.
+
+    plain   all attention is computed in plain lines: vmap knows no fused kernel for it
+    """
+
+    def __init__(self, key: Tensor, plain: bool = False) -> None:
         super().__init__()
-        self.key, self.calls = key, 0
+        self.key, self.plain, self.calls = key, plain, 0
+        self.attends = False
+        """There was a call of scaled_dot_product_attention."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            self.attends = True
+            dropped = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+            return attention(*args, **kwargs, drop=self.drop) if dropped or self.plain else func(
+                *args, **kwargs)  # fmt: skip
         whole_features = _WHOLE_FEATURES.get(func)
         if whole_features is None:
-            return func(*args, **(kwargs or {}))
-        x, p, training = _arguments(*args, **(kwargs or {}))
-        if not training or p == 0:
+            return func(*args, **kwargs)
+        x, p, training = _arguments(*args, **kwargs)
+        return self.drop(x, p, whole_features) if training else x
+
+    def drop(self, x: Tensor, p: float, whole_features: bool = False) -> Tensor:
+        if p == 0:
             return x
         self.calls += 1
         return dropout(x, p, self.key, self.calls, whole_features)

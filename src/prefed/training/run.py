@@ -39,7 +39,7 @@ from prefed.training.round import (
     traffic,
 )
 from prefed.training.settings import Settings
-from prefed.training.task import EVALUATION_BATCH, Loss, Task, choose_device
+from prefed.training.task import Loss, Task, choose_device
 from prefed.training.trainer import Arrived, Record, Trainer, check_fits
 
 log = logging.getLogger("prefed")
@@ -97,7 +97,9 @@ class Run:
             check_sharing(algorithm, flat.shared)
             check_personal(algorithm, flat)
             check_in_place(algorithm, flat, settings.steps(len(data.client(0))))
-        self._evaluation_threads = threads_for(EVALUATION_BATCH * self.task.operations(data))
+        self._evaluation_threads = threads_for(
+            self.task.evaluation_batch * self.task.operations(data)
+        )
         self.trainer = make_trainer(algorithm, self.task, data, settings)
         self.server = Server.start(algorithm, flat.shared, flat.weights, flat.read_buffers())
         self.config = config or identity(algorithm, self.task.flat.module, data, settings, loss)

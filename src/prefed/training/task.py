@@ -21,6 +21,7 @@ from prefed.core.losses import (
     ignored_label,
     is_one_of,
     make_loss,
+    tensor_of,
 )
 from prefed.data import FederatedData
 from prefed.training.keyed_dropout import KeyedDropout, keys
@@ -28,6 +29,9 @@ from prefed.training.keyed_dropout import KeyedDropout, keys
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 EVALUATION_BATCH = 1024
+"""Samples that are evaluated at a time, if their outputs are not larger than LARGEST_OUTPUT."""
+LARGEST_OUTPUT = 1 << 26
+"""Numbers in the output of a batch: 256 MB of float32."""
 
 FIRST = ": cross-entropy wants them in dimension 1, as output.transpose(1, -1) has them"
 
@@ -76,11 +80,22 @@ class Task:
         """What the model draws in training: nothing; dropout masks, which have keys; or numbers
         from torch's global generator, which is seeded for each step. `check` finds out."""
 
+        self.attends = False
+        """The model calls scaled_dot_product_attention. `check` finds out."""
+        self.numbers_out = 1
+        """In the output for a sample. `check` finds out."""
+
+    @property
+    def evaluation_batch(self) -> int:
+        """Samples that are evaluated at a time."""
+        return max(1, min(EVALUATION_BATCH, LARGEST_OUTPUT // self.numbers_out))
+
     def copy(self, data: FederatedData) -> "Task":
         """Another instance of the model, for another thread."""
         kind = self.device, self.channels_last, self.precision, self.flat.personal
         other = Task(self.flat.module, self.loss, data, *kind)
-        other.randomness = self.randomness
+        other.randomness, other.attends = self.randomness, self.attends
+        other.numbers_out = self.numbers_out
         other.flat.buffers.like(self.flat.buffers)
         return other
 
@@ -114,7 +129,7 @@ class Task:
         if self.channels_last and x.dim() == 4:
             x = x.to(memory_format=torch.channels_last)
         with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bfloat16"):
-            output: Tensor = self.flat.module(x)
+            output = tensor_of(self.flat.module(x))
         return output.to(self.flat.weights.dtype) if self.precision == "bfloat16" else output
 
     def gradient(self, x: Tensor, y: Tensor, seed: int) -> Tensor:
@@ -137,9 +152,8 @@ class Task:
         training = self.flat.module.training
         self.flat.module.eval()
         loss, samples, right, counted = 0.0, 0.0, 0, 0
-        for x_part, y_part in zip(
-            x.split(EVALUATION_BATCH), y.split(EVALUATION_BATCH), strict=True
-        ):
+        size = self.evaluation_batch
+        for x_part, y_part in zip(x.split(size), y.split(size), strict=True):
             output, target = self.forward(x_part), y_part.to(self.device)
             found, share = count_correct(self.loss, output, target), 1.0
             correct, of = found or (0, 0)
@@ -192,7 +206,8 @@ class Task:
         training = self.flat.module.training
         try:
             with torch.no_grad():
-                output = self.flat.module.eval()(fed.to(self.device))
+                output = tensor_of(self.flat.module.eval()(fed.to(self.device)))
+            self.numbers_out = max(1, output.numel() // len(fed))
             self._check_targets(data, output, y)
             self._check_classes(fed, output, y)
             with torch.no_grad():
@@ -227,7 +242,7 @@ class Task:
         if not square or not is_one_of(self.loss, WITH_CLASSES) or not are_labels(y):
             return
         with torch.no_grad(), suppress(Exception):
-            shorter = self.flat.module(x[:, :-1].to(self.device))
+            shorter = tensor_of(self.flat.module(x[:, :-1].to(self.device)))
             if shorter.shape[1:] == (output.shape[1] - 1, output.shape[2]):
                 output = shorter
         if output.shape[1] != output.shape[2]:
@@ -278,6 +293,7 @@ class Task:
             after = _generator_states(self.device)
         if not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
             return "generator"
+        self.attends = mode.attends
         return "dropout" if mode.calls else "none"
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.func import functional_call, vmap
 from torch.nn import functional
 
-from prefed.core.losses import WITH_CLASSES, are_labels, by_targets, squared_error
+from prefed.core.losses import WITH_CLASSES, are_labels, by_targets, squared_error, tensor_of
 from prefed.rules import State
 from prefed.training.engines import linear_chains
 from prefed.training.keyed_dropout import KeyedDropout
@@ -40,14 +40,14 @@ def gradients_of(task: Task) -> linear_chains.Differentiate | None:
 
 
 def by_vmap(task: Task) -> Losses:
-    drops = task.randomness == "dropout"
+    caught = task.randomness == "dropout" or task.attends
 
     def one(weights: State, buffers: State, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
         if task.transform:
             x = task.transform(x)
-        with KeyedDropout(key) if drops else nullcontext():
+        with KeyedDropout(key, plain=True) if caught else nullcontext():
             output = functional_call(task.flat.module, {**weights, **buffers}, (x,))
-        return task.loss(output, y)
+        return task.loss(tensor_of(output), y)
 
     mapped: Losses = vmap(one)
     return mapped

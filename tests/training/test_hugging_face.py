@@ -1,0 +1,133 @@
+"""Models of Hugging Face, made on the spot: their logits are what losses are of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import prefed
+from prefed.core.errors import PrefedError
+from prefed.training import task as task_module
+
+transformers = pytest.importorskip("transformers")
+SIZES: dict[str, int] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=11, intermediate_size=8, num_labels=3, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, **SIZES,
+    )  # fmt: skip
+    model: nn.Module = transformers.BertForSequenceClassification(config)
+    return model
+
+
+def language_model() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+    )  # fmt: skip
+    model: nn.Module = transformers.GPT2LMHeadModel(config)
+    return model
+
+
+class Logits(nn.Module):
+    """The wrapper that one would have to write."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.model(x).logits
+        return logits.transpose(1, 2) if logits.dim() == 3 else logits
+
+
+def data(sequences: bool) -> prefed.FederatedData:
+    x = torch.randint(11, (4, 6, 8), generator=torch.Generator().manual_seed(1))
+    y = x.roll(-1, 2) if sequences else x.sum(2) % 3
+    clients = list(zip(x, y, strict=True))
+    return prefed.FederatedData(clients, test=clients[0])
+
+
+@pytest.mark.parametrize("make", [classifier, language_model])
+def test_it_trains_as_with_a_wrapper(make: Any) -> None:
+    settings: dict[str, Any] = {"rounds": 2, "local_steps": 2, "batch_size": 3}
+    algorithm, of = prefed.PreFed(client_lr=0.01), data(make is language_model)
+    plain, wrapped = (
+        prefed.simulate(algorithm, model, of, engine="sequential", **settings)
+        for model in (make(), Logits(make()))
+    )
+    assert torch.equal(plain.weights, wrapped.weights)
+    for ours, theirs in zip(plain.history, wrapped.history, strict=True):
+        assert ours["test_loss"] == theirs["test_loss"]
+        assert ours["test_accuracy"] == theirs["test_accuracy"]
+    assert type(plain.model) is type(make())
+    assert plain.model(of.client(0).x).logits.dim() == (3 if make is language_model else 2)
+
+
+def test_the_vectorised_engine() -> None:
+    """Of BERT it warns: vmap trains the embedding of padding, which torch leaves alone."""
+    settings: dict[str, Any] = {"rounds": 2, "local_steps": 2, "batch_size": 3}
+    one, block = (
+        prefed.simulate(
+            prefed.FedAvg(), language_model().double(), data(True), engine=engine, **settings
+        )
+        for engine in ("sequential", "vectorised")
+    )
+    torch.testing.assert_close(one.weights, block.weights, rtol=0, atol=1e-9)
+    with pytest.warns(prefed.EngineWarning, match="other gradients than autograd"):
+        prefed.simulate(prefed.FedAvg(), classifier(), data(False), engine="vectorised", **settings)
+
+
+def test_of_a_model_with_adapters_only_they_travel() -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    model = peft.get_peft_model(language_model(), lora)
+    frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    result = prefed.simulate(
+        prefed.PreFed(client_lr=0.01), model, data(True), rounds=2, local_steps=2, batch_size=3
+    )
+    assert len(result.weights) == adapters == 2 * (8 + 24)
+    assert result.history[0]["bytes_up_weights"] == 4 * 4 * adapters
+    after = dict(result.model.named_parameters())
+    assert all(torch.equal(after[name], value) for name, value in frozen.items())
+    first = dict(model.named_parameters())
+    trained = [n for n in after if n not in frozen and not torch.equal(after[n], first[n])]
+    assert len(trained) == 2
+
+
+def test_an_output_that_is_no_tensor_is_told() -> None:
+    class Pair(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), x
+
+    of = prefed.FederatedData([(torch.randn(4, 5), torch.arange(4) % 3)])
+    with pytest.raises(PrefedError, match=r"model: its output should be a tensor.*is a tuple"):
+        prefed.simulate(prefed.FedAvg(), Pair(5, 3), of, rounds=1, local_steps=1)
+
+
+def test_large_outputs_are_evaluated_in_smaller_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = prefed.Run(prefed.FedAvg(), language_model(), data(True),
+                     prefed.Settings(rounds=1, local_steps=1))  # fmt: skip
+    assert run.task.numbers_out == 11 * 8
+    whole = run.evaluate()
+    monkeypatch.setattr(task_module, "LARGEST_OUTPUT", 2 * 11 * 8)
+    sizes: list[int] = []
+    forward = run.task.forward
+
+    def counted(x: Tensor) -> Tensor:
+        sizes.append(len(x))
+        return forward(x)
+
+    monkeypatch.setattr(run.task, "forward", counted)
+    parts = run.evaluate()
+    assert sizes == [2, 2, 2]
+    assert parts["test_loss"] == pytest.approx(whole["test_loss"], rel=1e-6)
+    assert parts["test_accuracy"] == whole["test_accuracy"]
