@@ -69,18 +69,20 @@ def test_a_table_is_run_and_goes_on_after_a_stop(tmp_path: Path) -> None:
 
     with pytest.raises(TimeoutError):
         runs.run(1, stop)
-    assert "2 not run yet" in to_markdown(runs)
+    assert to_markdown(runs).count("not run yet") == 4  # two points, and two cells
     ended: list[object] = []
     runs.run(1, lambda planned, event: ended.append(event["end"]) if "end" in event else None)
     assert ended.count("known") == 1
     assert [p.name for p in runs.folder.iterdir() if p.is_dir()] == []
     text = to_markdown(runs)
-    (point, number, count), (_, other, _) = runs.results()
-    assert count == 3
+    (point, number, points), (_, other, _) = runs.results()
+    assert points[0][1] == "not reached"
     assert point.changes[-1] in ("client_lr=0.1", "client_lr=0.5")
     assert number is not None
     assert other is None
-    assert f"| E = 1 | iid | 7 | {number:.3g} | best of 3 points |" in text
+    assert (
+        f"| E = 1 | iid | 7 | {number:.3g} | client_lr=0.001: not reached; client_lr=0.1: " in text
+    )
     assert "| E = 2 | iid |  | not reached |" in text
     assert text.endswith("\nIt is small.\n")
     assert f"--set {point.changes[-1]}`" in text
@@ -91,7 +93,7 @@ def test_the_command(tmp_path: Path) -> None:
     path.write_text(TABLE)
     said = prefed_here("table", str(path), "--draw", "--out", "out", cwd=tmp_path).stdout
     assert "Nobody 2020, table 1\n" in said
-    assert said.count("not run yet") == 2
+    assert said.count("not run yet") == 5  # three points, and two cells
     assert "| E = 1 | iid | 7 | not run yet |" in (tmp_path / "out" / "mine.md").read_text()
     assert prefed_here("validate", str(path), cwd=tmp_path).stdout.endswith("a table of 4 runs\n")
     assert "is a table, not a config" in prefed_here("run", "mine.toml", cwd=tmp_path).stderr

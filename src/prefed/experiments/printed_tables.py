@@ -148,19 +148,24 @@ class TableRuns:
         finally:
             archive(self.folder, self.planned)
 
-    def results(self) -> list[tuple[Point, float | None, int]]:
-        """For each cell its best point, the number there, and of how many points all runs have
-        ended. The number is None if none has, or none has reached the target."""
-        known, found = archive(self.folder, self.planned), []
+    def results(self) -> Iterator[tuple[Point, float | None, list[tuple[Point, str]]]]:
+        """For each cell its best point, the number there (None if no run has ended, or none has
+        reached the target), and what is known of all its points."""
+        known = archive(self.folder, self.planned)
         best = max if self.table.target is None else min
         for cell in self.table.cells:
+            reached, told = [], []
             points = [point for point in self.points if point.cell is cell]
-            ended = [p for p in points if all(run.folder.name in known for run in p.planned)]
-            numbers = [(self._number([known[r.folder.name] for r in p.planned]), p) for p in ended]
-            reached = [(number, p) for number, p in numbers if number is not None]
+            for point in points:
+                names = [planned.folder.name for planned in point.planned]
+                text = "not run yet"
+                if all(name in known for name in names):
+                    number = self._number([known[name] for name in names])
+                    text = "not reached" if number is None else f"{number:.3g}"
+                    reached += [] if number is None else [(number, point)]
+                told.append((point, text))
             number, point = best(reached, key=lambda pair: pair[0], default=(None, points[0]))
-            found.append((point, number, len(ended)))
-        return found
+            yield point, number, told
 
     def _number(self, runs: list[StoredRun]) -> float | None:
         """The mean over seeds; None if one has none."""
@@ -173,17 +178,18 @@ class TableRuns:
         return fmean(numbers) if len(numbers) == len(found) else None
 
 
-HEADINGS = ("row", "column", "printed", "ours", "runs")
+HEADINGS = ("row", "column", "printed", "ours", "of")
 
 
 def rows(runs: TableRuns) -> Iterator[tuple[str, str, str, str, str, str]]:
     """For each cell: where it stands, what was printed, what was found and how, the command."""
-    for point, number, ended in runs.results():
-        cell, count = point.cell, sum(1 for p in runs.points if p.cell is point.cell)
-        own = "not run yet" if not ended else "not reached" if number is None else f"{number:.3g}"
-        told = f"best of {ended} points" if count > 1 and ended else ""
-        if 0 < ended < count:
-            told += f", {count - ended} not run yet"
+    for point, number, points in runs.results():
+        cell, texts = point.cell, {text for _, text in points}
+        missing = "not run yet" if "not run yet" in texts else "not reached"
+        own = missing if number is None else f"{number:.3g}"
+        own_changes = len(cell.set)
+        told = "; ".join(f"{' '.join(p.changes[own_changes:])}: {text}" for p, text in points)
+        told = told if cell.grid else ""
         printed = "" if cell.printed is None else f"{cell.printed:g}"
         changes = shlex.join(word for change in point.changes for word in ("--set", change))
         command = f"prefed run {runs.table.config} {changes}"
@@ -193,7 +199,7 @@ def rows(runs: TableRuns) -> Iterator[tuple[str, str, str, str, str, str]]:
 def to_markdown(runs: TableRuns) -> str:
     table = runs.table
     lines = [f"{table.title}. {table.source}.", "",
-             "| | | printed | ours | runs | command |", "|---|---|---|---|---|---|"]  # fmt: skip
+             "| | | printed | ours | of | command |", "|---|---|---|---|---|---|"]  # fmt: skip
     for *cells, command in rows(runs):
         lines.append(f"| {' | '.join(cells)} | `{command}` |")
     return "\n".join([*lines, *(f"\n{' '.join(note.split())}" for note in table.notes), ""])
