@@ -150,7 +150,8 @@ def test_first_weights() -> None:
     """Glorot's are uniform in +-sqrt(6 / (in + out)), He's have the variance 2 / in."""
     bound = (6 / (300 + 200)) ** 0.5
     for first, spread in (("glorot", bound / 3**0.5), ("he", (2 / 300) ** 0.5)):
-        layer = prefed.MODELS.get("mlp")((300,), 5, hidden=(200,), first=first)[1]
+        model: Any = prefed.MODELS.get("mlp")((300,), 5, hidden=(200,), first=first)
+        layer = model[1]
         assert float(layer.weight.detach().std()) == pytest.approx(spread, rel=0.02)
         assert not layer.bias.any()
         assert (float(layer.weight.detach().abs().max()) <= bound) == (first == "glorot")
