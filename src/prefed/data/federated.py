@@ -220,6 +220,34 @@ class FederatedData:
         rest, tests = (_part_of(self, share, seed, part) for part in (1, 0))
         return FederatedData(rest, self.test, self.transform, self.augment, client_tests=tests)
 
+    def add_noise(self, deviation: float, seed: int = 0) -> "FederatedData":
+        """The same with Gaussian noise on what each client's model is given, as NIID-Bench makes
+        features unequal: none for the first client, and evenly more up to this standard deviation
+        for the last. A sample has the same noise whenever it is used; test samples have none."""
+        if not deviation > 0:
+            raise PrefedError(f"deviation: should be above 0, not {deviation}")
+        if self.augment is not None:
+            raise PrefedError("augment: noise comes after it, and is added now; leave one of them")
+
+        def given(samples: Samples, where: str) -> tuple[Tensor, Tensor]:
+            x, y = (None, None) if _is_lazy(samples) else samples.all()
+            x = x if x is None or self.transform is None else self.transform(x)
+            if x is None or y is None or not x.dtype.is_floating_point:
+                raise PrefedError(f"{where}: noise is for arrays of floating-point numbers")
+            return x, y
+
+        noisy = []
+        for number in range(len(self)):
+            x, y = given(self.client(number), f"clients[{number}]")
+            noise = draws.generator(seed, "client noise", 0, number).normal(size=tuple(x.shape))
+            share = deviation * number / max(1, len(self) - 1)
+            noisy.append((x + share * torch.from_numpy(noise).to(x.dtype), y))
+        test = None if self.test is None else given(self.test, "test")
+        tests = self.client_tests and [
+            given(self.client_test(n), f"client_tests[{n}]") for n in range(len(self))
+        ]
+        return FederatedData(noisy, test, client_tests=tests)
+
     def check(self, classes: int | None, ignored: int | None = None, targets: bool = True) -> None:
         """Raise for what would go wrong later. Not for clients that are made or read on demand:
         that would be now.

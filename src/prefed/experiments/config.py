@@ -78,6 +78,9 @@ class Data(Named):
     client_test: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """This share of each client's samples is set aside as test samples of its own, to evaluate
     clients one by one."""
+    client_noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Gaussian noise on what the clients' models are given, from none for the first client to this
+    standard deviation for the last, as in NIID-Bench."""
     target: Literal["label", "input"] = "label"
     """What the model is to give: the y of the data set, or, for an autoencoder, its input. The
     split goes by the labels in either case."""
@@ -107,6 +110,8 @@ class Config(Settings):
             dataset = dataset.with_input_as_target()
         split, generator = SPLITS.get(self.data.split.name), draws.generator(self.seed, "split")
         data = partition(dataset, split, generator, self.data.split.options)
+        if self.data.client_noise:
+            data = data.add_noise(self.data.client_noise, self.seed)
         share = self.data.client_test
         return dataset, data.hold_out(share, self.seed) if share else data
 
@@ -142,7 +147,7 @@ class Config(Settings):
         """Plain values for TOML, enough to run it again."""
         written(self.algorithm.model_dump())
         table = super().to_dict()
-        for key, default in (("target", "label"), ("client_test", 0)):
+        for key, default in (("target", "label"), ("client_test", 0), ("client_noise", 0)):
             if table["data"][key] == default:  # as in runs from before there was a choice
                 del table["data"][key]
         return table
