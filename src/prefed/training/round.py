@@ -174,13 +174,15 @@ class Block(ABC):
         losses = self.weights.new_zeros(len(self.clients))
         first = 0
         for clients in range(len(self.clients), 0, -1):  # those that are still at it
-            last = self.steps[clients - 1]
+            if (last := self.steps[clients - 1]) == first:
+                continue
             point: Point = self
             if clients < len(self.clients):
                 state = {name: value[:clients] for name, value in state.items()}
                 point = FirstRows(self, clients)
             for k in range(first, last):
-                losses[:clients] += self.differentiate(k)[:clients]
+                found = self.differentiate(k)
+                losses[:clients] += found[:clients]
                 local_step(algorithm, rule, point, state, lr, k)
             first = last
         return losses

@@ -92,9 +92,8 @@ def gather(
 ) -> list[Stack]:
     """Stacks of at most `most` clients, if their batches are alike. A loss cannot be told to leave
     padding out, so full batches are grouped by size."""
-    sizes, size = [len(data.client(c)) for c in clients], settings.batch_size
-    equal = settings.local_epochs is None or (len({*sizes}) == 1 and sizes[0] % (size or 1) == 0)
-    if size is not None and equal and data.augment is None:
+    size = settings.batch_size
+    if size is not None and data.augment is None and _are_equal(data, clients, settings):
         return [
             _drawn(data, clients, slice(start, start + most), round, settings, device)
             for start in range(0, len(clients), most)
@@ -104,8 +103,8 @@ def gather(
     if size is not None or augment is not None:
         return [Unequal(batches)]
     alike: dict[int, list[int]] = {}
-    for row, samples in enumerate(sizes):
-        alike.setdefault(samples, []).append(row)
+    for row, of_one in enumerate(batches):
+        alike.setdefault(len(of_one.samples), []).append(row)
     groups: list[Stack] = []
     for members in alike.values():
         for start in range(0, len(members), most):
@@ -113,6 +112,14 @@ def gather(
             xs, ys = zip(*(batches[row][0] for row in part), strict=True)
             groups.append(Group(_rows(part), torch.stack(xs), torch.stack(ys)))
     return groups
+
+
+def _are_equal(data: FederatedData, clients: Sequence[int], settings: Settings) -> bool:
+    """All clients take equally many steps, in whole batches."""
+    if settings.local_epochs is None:
+        return True
+    sizes = {len(data.client(client)) for client in clients}
+    return len(sizes) == 1 and sizes.pop() % (settings.batch_size or 1) == 0
 
 
 def _some_ignored(y: Tensor) -> bool:
