@@ -77,7 +77,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "fedprox": grid(mu=[0.0, 0.5], client_momentum=[0.0, 0.7]),
     "fednova": grid(client_momentum=[0.0, 0.7], server_momentum=[0.0, 0.5], server_lr=[1.0, 0.3]),
 }
-ANY_CLIENT = grid(clip_norm=[None, 0.3], weight_decay=[0.0, 0.05])[1:]
+ALIGNED = grid(align=[0.3], align_form=["added", "mixed"], decoupled_weight_decay=[0.0, 0.1])
+ANY_CLIENT = [*grid(clip_norm=[None, 0.3], weight_decay=[0.0, 0.05])[1:], *ALIGNED]
 ALL = [(name, options) for name, cases in CASES.items() for options in cases]
 ALL += [
     (name, {**options, **(cases[0] if name == "prefedlite" else {})})
@@ -205,7 +206,9 @@ def test_local_epochs(name: str, steps: dict[str, Any]) -> None:
     """Clients of 4 to 15 samples, in batches of 5: unequally many steps, and short batches."""
     cases = {"prefed": CASES["prefed"]}.get(name, [CASES[name][0], CASES[name][-1]])
     derived = [case for case in cases if case.get("momentum") == "derived"][:2]
-    for options in (*derived, cases[0], cases[-1]):
+    exact = cases[0] if name == "prefedlite" else {}
+    aligned = [{**options, **case} for options in ALIGNED[::3] for case in (exact, *derived)]
+    for options in (*derived, *aligned, cases[0], cases[-1]):
         for weighting in ("uniform", "samples"):
             compare(name, options, weighting, BATCH, local_epochs=2, **steps)
 

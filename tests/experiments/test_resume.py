@@ -36,6 +36,7 @@ VARIANTS = [
     ("prefedopt", ["shape=kronecker", "refresh=3"]),
     ("prefedopt", ["shape=block", "refresh=3", "bias_correction=true"]),
     ("prefedopt", ["shape=full", "refresh=4"]),
+    ("prefed", ["align=0.3", "momentum=derived"]),
 ]
 
 

@@ -98,6 +98,8 @@ def test_server_side_algorithms_with_a_plain_client(name: str, tmp_path: Path) -
     {"name": "PreFed"}, {"name": "PreFed", "momentum": "keep"},
     {"name": "PreFed", "momentum": "reset"}, {"name": "PreFed", "bias_correction": True},
     {"name": "AdaAlter"}, {"name": "SCAFFOLD"}, {"name": "FedProx"},
+    {"name": "FedAvg", "align": 0.3}, {"name": "PreFed", "align": 0.3, "align_form": "mixed"},
+    {"name": "FedAdam", "align": 0.3, "decoupled_weight_decay": 0.1},
 ], ids=str)  # fmt: skip
 def test_client_side_algorithms_with_local_train(options: dict[str, Any], tmp_path: Path) -> None:
     options = dict(options)
@@ -187,6 +189,15 @@ def test_a_client_without_the_rule_is_noticed_before_others_train(
     with pytest.raises(PrefedError, match=r"(?s)no record 'prefed-state' .*\.local_train\(message"):
         run(getattr(prefed.flower, name)(**WITHOUT_STEPS), grid)
     assert seen == ["question"]
+
+
+def test_clients_that_do_not_move_along_the_mean_change_are_noticed(tmp_path: Path) -> None:
+    strategy = prefed.flower.FedAvg(align=0.3, **OPTIONS)
+    with pytest.raises(PrefedError, match=r"no record 'prefed-state' \(mean_change"):
+        run(strategy, tiny_grid(tiny_app(arrays()), tmp_path))
+    strategy = prefed.flower.PreFed(align=0.3, **OPTIONS)
+    with pytest.raises(RunFailed, match=r"align: .* needs local_train"):
+        run(strategy, tiny_grid(tiny_app(arrays(), "covariance"), tmp_path))
 
 
 def test_without_an_answer_the_first_round_tells_and_is_not_repeated(tmp_path: Path) -> None:

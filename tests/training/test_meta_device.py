@@ -46,6 +46,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         *({"momentum": kind} for kind in ("average", "reset", "keep", "derived")),
         {"bias_correction": True, "momentum": "derived", "aggregate": "sqrtP"},
         {"accumulate": "sum", "clip_norm": 1.0, "weight_decay": 0.1},
+        {"align": 0.3, "align_form": "mixed", "momentum": "derived", "decoupled_weight_decay": 0.1},
         {"upload": "topk(0.1)", "P_codec": "log4", "P_every": 2},
         {"beta1": 0.0},
     ],

@@ -233,6 +233,8 @@ class _Asked:
             raise PrefedError("personal: parts that stay with a client need local_train")
         weights, buffers = self.shape.read(self.arrays)
         algorithm = self.algorithm()
+        if algorithm.align:
+            raise PrefedError("align: moving along the mean change needs local_train")
         server = Server.start(algorithm, self.shape.layout, weights, buffers)
         specs = broadcast(algorithm, server)
         return unpack(self.state, {name: specs[name] for name in server.shared})
