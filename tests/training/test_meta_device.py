@@ -50,8 +50,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"upload": "topk(0.1)", "P_codec": "log4", "P_every": 2},
         {"beta1": 0.0},
     ],
+    "pair": [{"client": "adam", "server": {"name": "sgd", "momentum": 0.9, "nesterov": True},
+              "share": {"m": "keep", "v": "average"}, "per_step": True}],
     "prefedopt": [{"step_with": "m", "bias_correction": True}, {"per_step": False}],
-}
+}  # fmt: skip
 CASES = [(n, o) for n in prefed.ALGORITHMS.names() for o in [{}, *OPTIONS.get(n, [])]]
 
 

@@ -1,11 +1,10 @@
 """What an algorithm is: a value made of three choices."""
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
-    Field,
     NonNegativeFloat,
     PositiveFloat,
     SerializerFunctionWrapHandler,
@@ -19,7 +18,7 @@ from prefed.codecs import CodecName
 from prefed.core.errors import PrefedError, explain
 from prefed.core.registry import Registry
 from prefed.core.schedule import Rate
-from prefed.rules import SGD, Rule, State
+from prefed.rules import SGD, Fraction, Rule, State
 
 ALGORITHMS: "Registry[type[Algorithm]]" = Registry("algorithm", "prefed.algorithms")
 
@@ -58,7 +57,7 @@ class Algorithm(BaseModel):
     "average" them through the server, each will "keep" its own, or "reset" them, so that each
     round begins with the model's first."""
 
-    align: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    align: Fraction = 0.0
     """Each of a client's K local steps also moves by align/K times the clients' mean change of the
     last round, which comes down with the weights and never goes up."""
     align_form: Literal["added", "mixed"] = "added"

@@ -104,6 +104,7 @@ DEFAULTS: dict[str, Options] = {
     "scaffold": {"client_momentum": 0.0},
     "fedprox": {"mu": 0.01, "client_momentum": 0.0},
     "fednova": {"client_momentum": 0.0, "server_momentum": 0.0},
+    "pair": {"client": {"name": "sgd"}, "server": {"name": "sgd"}, "share": {}, "per_step": False},
 }
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -827,6 +828,110 @@ class PreFedSync(Algorithm):
 
 
 # ---------------------------------------------------------------------------------------------
+# Any client rule with any server rule
+# ---------------------------------------------------------------------------------------------
+
+RULES: dict[str, Options] = {
+    "sgd": {"momentum": 0.0, "nesterov": False},
+    "adagrad": {"tau": 1e-3, "v0": 0.0},
+    "adam": {**ADAPTIVE, "v0": 0.0},
+    "yogi": {**ADAPTIVE, "v0": 0.0},
+    "covariance": {"beta1": 0.9, "beta2": 0.9, "tau": 1e-3, "bias_correction": False},
+}
+
+
+class NamedRule:
+    """One step of an optimiser, as its paper (SGD: torch's documentation) writes it."""
+
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        self.name = table["name"]
+        given = {key: value for key, value in table.items() if key != "name"}
+        self.options = {**RULES[self.name], **given}
+        assert self.options.keys() == RULES[self.name].keys()
+
+    def first(self, d: int) -> State:
+        """Give the state before the first step."""
+        if self.name == "sgd":
+            return {"momentum": np.zeros(d)} if self.options["momentum"] else {}
+        second = "P" if self.name == "covariance" else "v"
+        state: State = {second: np.full(d, float(self.options.get("v0", 0.0)))}
+        if "beta1" in self.options:
+            state["m"] = np.zeros(d)
+        if self.options.get("bias_correction"):
+            state |= {"m_mass": 0.0, f"{second}_mass": 0.0}
+        return state
+
+    def step(self, w: Array, g: Array, state: State, lr: float) -> Array:
+        """Give the weights after a step; the state is replaced."""
+        o = self.options
+        if self.name == "sgd":
+            if not o["momentum"]:
+                return w - lr * g
+            state["momentum"] = o["momentum"] * state["momentum"] + g
+            ahead = g + o["momentum"] * state["momentum"]
+            return np.asarray(w - lr * (ahead if o["nesterov"] else state["momentum"]))
+        if self.name == "adagrad":
+            state["v"] = state["v"] + g**2
+            return np.asarray(w - lr * g / (np.sqrt(state["v"]) + o["tau"]))
+        beta1, beta2, tau = o["beta1"], o["beta2"], o["tau"]
+        state["m"] = beta1 * state["m"] + (1.0 - beta1) * g
+        if self.name == "covariance":
+            second = "P"
+            state["P"] = beta2 * state["P"] + (1.0 - beta2) * (g - state["m"]) ** 2
+        else:
+            second, v = "v", state["v"]
+            if self.name == "adam":
+                state["v"] = beta2 * v + (1.0 - beta2) * g**2
+            else:
+                state["v"] = v - (1.0 - beta2) * g**2 * np.sign(v - g**2)
+        m_hat, v_hat = state["m"], state[second]
+        if o["bias_correction"]:
+            state["m_mass"] = beta1 * state["m_mass"] + (1.0 - beta1)
+            state[f"{second}_mass"] = beta2 * state[f"{second}_mass"] + (1.0 - beta2)
+            m_hat, v_hat = m_hat / state["m_mass"], v_hat / state[f"{second}_mass"]
+        root = np.sqrt(v_hat + tau**2) if o.get("tau_inside") else np.sqrt(v_hat) + tau
+        return np.asarray(w - lr * m_hat / root)
+
+
+class AnyPair(Algorithm):
+    """A rule on the clients, a rule on the server, and what becomes of the clients' state."""
+
+    def start(self) -> None:
+        """The state of the server's rule, and of what it averages."""
+        self.client, self.of_server = (NamedRule(self.options[k]) for k in ("client", "server"))
+        self.server.update(self.of_server.first(self.d))
+        first = self.client.first(self.d)
+        self.shared.update({n: v for n, v in first.items() if self.policy(n) == "average"})
+
+    def policy(self, name: str) -> str:
+        """A mass goes the way of what it is the mass of."""
+        return str(self.options["share"].get(name.removesuffix("_mass"), "reset"))
+
+    def round(self, t: int, w: Array, cohort: Sequence[int]) -> tuple[Array, float]:
+        """The clients' rule, the means, the server's rule."""
+        lr, deltas, ends, losses = self.client_lr(t), [], [], []
+        for i in cohort:
+            state = {**self.client.first(self.d), **self.shared, **self.kept.get(i, {})}
+            w_i, loss_i = w.copy(), 0.0
+            for x, y in self.task.local_data(t, i):
+                loss, g = self.task.gradient(w_i, x, y)
+                loss_i += loss / self.task.count(t, i)
+                after = self.client.step(self.decayed(t, w_i), g, state, lr)
+                w_i = self.aligned(t, i, w_i, after)
+            deltas.append(w_i - w)
+            ends.append(state)
+            losses.append(loss_i)
+            if stays := {n: v for n, v in state.items() if self.policy(n) == "keep"}:
+                self.kept[i] = stays
+        for name in self.shared:
+            self.shared[name] = self.task.mean(cohort, [end[name] for end in ends])
+        self.mean_change = delta = self.task.mean(cohort, deltas)
+        g = -delta / self.task.mean_count(t, cohort) if self.options["per_step"] else -delta
+        w = self.of_server.step(w, g, self.server, self.server_lr(t))
+        return w, self.task.mean(cohort, losses)
+
+
+# ---------------------------------------------------------------------------------------------
 # The entry point
 # ---------------------------------------------------------------------------------------------
 
@@ -845,6 +950,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "scaffold": Scaffold,
     "fedprox": FedProx,
     "fednova": FedNova,
+    "pair": AnyPair,
 }
 
 
