@@ -193,7 +193,7 @@ def test_a_rule_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("options", "text"), [
     ({"client": "adm"}, r"Pair\.client: unknown rule 'adm'; did you mean \"adam\""),
-    ({"client": {"beta1": 0.5}}, r"Pair\.client: should have the name of a rule; known: adagrad"),
+    ({"client": {"beta1": 0.5}}, r"Pair\.client: needs the name of a rule; known: adagrad"),
     ({"server": {"name": "adam", "beta1": 1}}, r"Pair\.server: beta1: should be less than 1"),
     ({"server": SGD}, r"Pair\.server: should be an instance of Rule"),
     ({"share": {"v": "keep"}}, r"Pair\.share: v: the client rule has no such state; it has none"),

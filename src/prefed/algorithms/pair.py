@@ -27,7 +27,7 @@ def _rule(value: Any) -> Any:
     if not isinstance(table, dict):
         return value
     if not isinstance(table.get("name"), str):
-        raise ValueError(f"should have the name of a rule{did_you_mean('', RULES.names())}")
+        raise ValueError(f"needs the name of a rule{did_you_mean('', RULES.names())}")
     options = {key: option for key, option in table.items() if key != "name"}
     make = RULES.get(table["name"])
     model = options_model(make)
