@@ -18,11 +18,13 @@ from prefed import _api
 from prefed.algorithms import ALGORITHMS, Algorithm
 from prefed.codecs import CODECS
 from prefed.core import losses, schedule
+from prefed.core.option_models import options_model
 from prefed.core.registry import Registry
 from prefed.data.dataset import DATASETS, GIVEN_TO_SPLITS, SPLITS
-from prefed.experiments.config import Config, Data, options_model
+from prefed.experiments.config import Config, Data
 from prefed.experiments.study import Study, Tuning, Variant
 from prefed.models import MODELS
+from prefed.rules import Rule
 from prefed.training.engines import ENGINES
 
 GIVEN = {*GIVEN_TO_SPLITS, "inputs", "classes", "task", "data", "settings", "output", "y",
@@ -67,6 +69,9 @@ def toml(value: Any) -> str:
         return f"[{', '.join(map(toml, value))}]"
     if isinstance(value, BaseModel):
         return "{}"
+    if isinstance(value, Rule):
+        options = ", ".join(f"{key} = {toml(item)}" for key, item in value.written().items())
+        return f"{{{options}}}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -88,6 +93,8 @@ def kind_of(annotation: Any, metadata: typing.Sequence[Any] = ()) -> str:
         return "schedule"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "table"
+    if annotation is Rule:
+        return "rule"
     word = WORDS.get(origin or annotation, "value")
     limits = [  # the largest seed is no news
         f"{sign}{getattr(limit, kind.__name__.lower()):g}"
@@ -139,7 +146,9 @@ def named(title: str, registry: Registry[Any], skip: set[str] | None = None) -> 
         thing = registry.get(name)
         is_model = inspect.isclass(thing) and issubclass(thing, BaseModel)
         model = thing if is_model else options_model(thing, GIVEN)
-        options = options_of(model, doc_of(thing)[1])
+        kinds = reversed(thing.__mro__) if inspect.isclass(thing) else [thing]
+        texts = {key: text for kind in kinds for key, text in doc_of(kind)[1].items()}
+        options = options_of(model, texts)
         yield from ["", f"### {title} `{name}`", "", text_of(thing)]
         yield from table([o for o in options if o.name not in (skip or set())])
 

@@ -8,6 +8,7 @@ from prefed.algorithms.fednova import FedNova
 from prefed.algorithms.fedopt import FedAdagrad, FedAdam, FedYogi
 from prefed.algorithms.fedprox import FedProx
 from prefed.algorithms.localadam import LocalAdam
+from prefed.algorithms.pair import Pair
 from prefed.algorithms.personal import FedBN, FedPer, FedRep
 from prefed.algorithms.prefed import PreFed
 from prefed.algorithms.prefedlite import PreFedLite
@@ -24,7 +25,7 @@ from prefed.experiments.loading import load
 from prefed.experiments.simulate import simulate
 from prefed.experiments.stored_runs import load_runs, to_pandas
 from prefed.models import MODELS
-from prefed.rules import Field, Rule
+from prefed.rules import RULES, Field, Rule
 from prefed.training.diagnostics import CollapseWarning
 from prefed.training.engines import ENGINES, EngineWarning
 from prefed.training.metrics import METRICS
@@ -34,12 +35,11 @@ from prefed.training.run import Run, Simulation
 from prefed.training.settings import Settings
 
 __all__ = [
-    "ALGORITHMS", "CODECS", "DATASETS", "ENGINES", "LOSSES", "METRICS", "MODELS", "SCAFFOLD",
-    "SPLITS", "AdaAlter", "Algorithm", "Callback", "CollapseWarning", "Diverged", "EngineWarning",
-    "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedBN", "FedNova", "FedPer", "FedProx", "FedRep",
-    "FedYogi",
-    "FederatedData", "Field", "Interrupted", "LocalAdam", "Partition", "PreFed", "PreFedLite",
-    "PreFedOpt", "PreFedSync", "PrefedError", "Rate", "Result", "Rule", "Run", "Settings",
-    "Simulation", "average", "derived", "keep", "load", "load_runs", "optim", "reset", "schedule",
-    "simulate", "to_pandas",
+    "ALGORITHMS", "CODECS", "DATASETS", "ENGINES", "LOSSES", "METRICS", "MODELS", "RULES",
+    "SCAFFOLD", "SPLITS", "AdaAlter", "Algorithm", "Callback", "CollapseWarning", "Diverged",
+    "EngineWarning", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedBN", "FedNova", "FedPer",
+    "FedProx", "FedRep", "FedYogi", "FederatedData", "Field", "Interrupted", "LocalAdam", "Pair",
+    "Partition", "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync", "PrefedError", "Rate", "Result",
+    "Rule", "Run", "Settings", "Simulation", "average", "derived", "keep", "load", "load_runs",
+    "optim", "reset", "schedule", "simulate", "to_pandas",
 ]  # fmt: skip

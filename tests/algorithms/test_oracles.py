@@ -42,6 +42,15 @@ SHAPES = [
     *grid(shape=["block"], accumulate=["sum"], refresh=[1, 2]),
 ]
 TENSORS = [(SIZES[1], SIZES[0]), (SIZES[1],), (SIZES[2], SIZES[1]), (SIZES[2],)]
+FEDADA2 = {"client": {"name": "adagrad"}, "server": {"name": "adam", "v0": 1e-6},
+           "server_lr": 0.01}  # fmt: skip
+"""Lee et al. 2024: adaptive on both sides, and the clients' state begins anew in each round."""
+DILOCO = {
+    "client": {"name": "adam", "beta2": 0.999, "tau": 1e-8, "bias_correction": True},
+    "decoupled_weight_decay": 0.1, "share": {"m": "keep", "v": "keep"},
+    "server": {"name": "sgd", "momentum": 0.9, "nesterov": True}, "server_lr": 0.7,
+}  # fmt: skip
+"""Douillard et al. 2023: AdamW, whose state stays with each client, and Nesterov's momentum."""
 CASES: dict[str, list[dict[str, Any]]] = {
     "fedavg": grid(client_momentum=[0.0, 0.7], server_momentum=[0.0, 0.5], server_lr=[1.0, 0.3]),
     "fedavgm": [{}],
@@ -76,8 +85,28 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "scaffold": grid(server_lr=[1.0, 0.5], client_momentum=[0.0, 0.7]),
     "fedprox": grid(mu=[0.0, 0.5], client_momentum=[0.0, 0.7]),
     "fednova": grid(client_momentum=[0.0, 0.7], server_momentum=[0.0, 0.5], server_lr=[1.0, 0.3]),
+    "pair": [
+        {},
+        FEDADA2,
+        {**FEDADA2, "server": {"name": "yogi", "v0": 1e-6}, "server_lr": 0.02},
+        *grid(
+            client=[{"name": "adam", "bias_correction": True, "tau_inside": True}],
+            server=[{"name": "sgd", "momentum": 0.9}, {"name": "covariance", "tau": 1e-2}],
+            share=[{}, {"m": "keep", "v": "average"}, {"v": "keep"}],
+            server_lr=[0.02],
+            per_step=OFF_ON,
+        ),
+        {
+            "client": {"name": "covariance", "bias_correction": True},
+            "share": {"P": "average"},
+            "server": {"name": "adam", "bias_correction": True},
+            "server_lr": 0.01,
+        },
+        DILOCO,
+    ],
 }
-ANY_CLIENT = grid(clip_norm=[None, 0.3], weight_decay=[0.0, 0.05])[1:]
+ALIGNED = grid(align=[0.3], align_form=["added", "mixed"], decoupled_weight_decay=[0.0, 0.1])
+ANY_CLIENT = [*grid(clip_norm=[None, 0.3], weight_decay=[0.0, 0.05])[1:], *ALIGNED]
 ALL = [(name, options) for name, cases in CASES.items() for options in cases]
 ALL += [
     (name, {**options, **(cases[0] if name == "prefedlite" else {})})
@@ -205,7 +234,9 @@ def test_local_epochs(name: str, steps: dict[str, Any]) -> None:
     """Clients of 4 to 15 samples, in batches of 5: unequally many steps, and short batches."""
     cases = {"prefed": CASES["prefed"]}.get(name, [CASES[name][0], CASES[name][-1]])
     derived = [case for case in cases if case.get("momentum") == "derived"][:2]
-    for options in (*derived, cases[0], cases[-1]):
+    exact = cases[0] if name == "prefedlite" else {}
+    aligned = [{**options, **case} for options in ALIGNED[::3] for case in (exact, *derived)]
+    for options in (*derived, *aligned, cases[0], cases[-1]):
         for weighting in ("uniform", "samples"):
             compare(name, options, weighting, BATCH, local_epochs=2, **steps)
 

@@ -36,6 +36,8 @@ VARIANTS = [
     ("prefedopt", ["shape=kronecker", "refresh=3"]),
     ("prefedopt", ["shape=block", "refresh=3", "bias_correction=true"]),
     ("prefedopt", ["shape=full", "refresh=4"]),
+    ("prefed", ["align=0.3", "momentum=derived"]),
+    ("pair", ["client=adam", "server=yogi", "server_lr=0.01", "share={m='keep', v='average'}"]),
 ]
 
 

@@ -38,7 +38,11 @@ VARIANTS: list[dict[str, Any]] = [
     *({"name": "prefed", "P_codec": c} for c in ("float16", "log8", "log4", "row", "tensor")),
     {"name": "prefed", "P_every": 3, "momentum": "derived", "aggregate": "sqrtP"},
     {"name": "prefed", "shape": "kronecker", "refresh": 2},
-]
+    {"name": "fedavg", "align": 0.3},
+    {"name": "pair", "client": {"name": "adam", "bias_correction": True}, "server": "yogi",
+     "server_lr": 0.01, "share": {"m": "keep", "v": {"kind": "average", "codec": "log8"}}},
+    {"name": "prefed", "align": 0.3, "align_form": "mixed", "decoupled_weight_decay": 0.1},
+]  # fmt: skip
 WITH_STATISTICS = {"name": "resnet8", "width": 2, "norm": "batch"}
 
 
@@ -56,7 +60,7 @@ def test_the_same_bits_as_simulation(algorithm: dict[str, Any], tmp_path: Path) 
 
 @pytest.mark.parametrize("algorithm", [
     {"name": "fednova", "client_momentum": 0.5}, {"name": "prefedopt"}, {"name": "scaffold"},
-    {"name": "prefed", "momentum": "derived", "upload": "int8"},
+    {"name": "prefed", "momentum": "derived", "upload": "int8"}, {"name": "fedadam", "align": 0.3},
 ], ids=str)  # fmt: skip
 def test_local_epochs_have_the_same_bits_as_in_simulation(
     algorithm: dict[str, Any], tmp_path: Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import re
 import sys
@@ -33,6 +34,7 @@ import prefed
 import prefed.flower
 from prefed.core.errors import PrefedError, RunFailed
 from prefed.flower.strategy import mean_metrics
+from prefed.rules import SGD, Adam
 from prefed.training.batches import Batches
 from tests.helpers import ROOT
 from tests.helpers.flower_apps import LR, OPTIONS, STEPS, flat, run, tiny_app, tiny_grid
@@ -98,6 +100,10 @@ def test_server_side_algorithms_with_a_plain_client(name: str, tmp_path: Path) -
     {"name": "PreFed"}, {"name": "PreFed", "momentum": "keep"},
     {"name": "PreFed", "momentum": "reset"}, {"name": "PreFed", "bias_correction": True},
     {"name": "AdaAlter"}, {"name": "SCAFFOLD"}, {"name": "FedProx"},
+    {"name": "FedAvg", "align": 0.3}, {"name": "PreFed", "align": 0.3, "align_form": "mixed"},
+    {"name": "FedAdam", "align": 0.3, "decoupled_weight_decay": 0.1},
+    {"name": "Pair", "client": Adam(bias_correction=True), "server": SGD(0.5, nesterov=True),
+     "share": {"m": prefed.keep(), "v": prefed.average()}},
 ], ids=str)  # fmt: skip
 def test_client_side_algorithms_with_local_train(options: dict[str, Any], tmp_path: Path) -> None:
     options = dict(options)
@@ -187,6 +193,29 @@ def test_a_client_without_the_rule_is_noticed_before_others_train(
     with pytest.raises(PrefedError, match=r"(?s)no record 'prefed-state' .*\.local_train\(message"):
         run(getattr(prefed.flower, name)(**WITHOUT_STEPS), grid)
     assert seen == ["question"]
+
+
+def test_clients_that_do_not_move_along_the_mean_change_are_noticed(tmp_path: Path) -> None:
+    strategy = prefed.flower.FedAvg(align=0.3, **OPTIONS)
+    with pytest.raises(PrefedError, match=r"no record 'prefed-state' \(mean_change"):
+        run(strategy, tiny_grid(tiny_app(arrays()), tmp_path))
+    strategy = prefed.flower.PreFed(align=0.3, **OPTIONS)
+    with pytest.raises(RunFailed, match=r"align: .* needs local_train"):
+        run(strategy, tiny_grid(tiny_app(arrays(), "covariance"), tmp_path))
+
+
+@pytest.mark.parametrize("options", [
+    {"client_lr": "os:cpu_count"}, {"name": "pair", "client": {"name": "os:abort"}},
+    {"name": "os:abort"}, {"upload": "os:abort"},
+], ids=str)  # fmt: skip
+def test_a_message_does_not_choose_what_is_imported(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = json.dumps({"name": "fedavg", **options})
+    monkeypatch.setattr("prefed.flower.strategy.tell", lambda algorithm: told)
+    grid = tiny_grid(tiny_app(arrays(), "local_train"), tmp_path)
+    with pytest.raises(RunFailed, match=r"the server runs os:.* hand the algorithm"):
+        run(prefed.flower.FedAvg(**OPTIONS), grid)
 
 
 def test_without_an_answer_the_first_round_tells_and_is_not_repeated(tmp_path: Path) -> None:

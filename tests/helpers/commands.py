@@ -46,7 +46,7 @@ def exit_code(*words: str, cwd: Path, out: IO[str], err: IO[str]) -> int:
 
 
 REGISTRIES: tuple[Any, ...] = (
-    prefed.ALGORITHMS, prefed.DATASETS, prefed.ENGINES, prefed.MODELS, prefed.SPLITS,
+    prefed.ALGORITHMS, prefed.DATASETS, prefed.ENGINES, prefed.MODELS, prefed.RULES, prefed.SPLITS,
 )  # fmt: skip
 
 

@@ -29,12 +29,17 @@ RUNS: dict[str, dict[str, Any]] = {
     "fedavg+mean": {"engine": "vectorised", "clients_per_round": 5},
     "fednova": {"engine": "vectorised", "clients_per_round": 5, "local_epochs": 2},
     "prefedopt": {"engine": "sequential", "weighting": OWN, "local_epochs": 1},
+    "pair+both": {"engine": "sequential", "clients_per_round": 5},
+    "prefed+align": {"engine": "vectorised", "clients_per_round": 4, "local_epochs": 1},
     "fedadam": {"engine": "sequential", "clients_per_round": 5, "client_dropout": 0.4, "quorum": 2},
 }
 MORE: dict[str, dict[str, Any]] = {
     "": {},
     "norm": {"statistics": "keep", "momentum": "keep"},
     "mean": {"statistics": "average"},
+    "both": {"client": "adam", "server": {"name": "sgd", "momentum": 0.9, "nesterov": True},
+             "share": {"m": "keep", "v": "average"}},
+    "align": {"align": 0.3, "align_form": "mixed", "personal": ("@last",)},
     "own": {"personal": ("@norm", "@last")},
     "part": {"personal": ("@last",), "momentum": "average", "upload": "topk(0.2)"},
     "topk": {"upload": "topk(0.2)", "P_codec": "log4", "P_every": 3, "momentum": "derived",

@@ -40,7 +40,7 @@ def describe() -> dict[str, Any]:
         "settings": {key: _default(f) for key, f in prefed.Settings.model_fields.items()},
         "registries": {
             name: _ours(name)
-            for name in ("CODECS", "DATASETS", "ENGINES", "METRICS", "MODELS", "SPLITS")
+            for name in ("CODECS", "DATASETS", "ENGINES", "METRICS", "MODELS", "RULES", "SPLITS")
         },
     }
 

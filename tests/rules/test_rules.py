@@ -12,6 +12,7 @@ from torch import Tensor
 from prefed.core.layout import Layout
 from prefed.rules import SGD, AdaGrad, Adam, Covariance, Rule, Yogi
 from prefed.rules import rule as rules_base
+from prefed.rules.wrapped import Decayed
 
 D = 50
 
@@ -52,6 +53,25 @@ def test_adam_is_torchs() -> None:
     ours, _ = follow(Adam(beta2=0.99, tau=1e-8, bias_correction=True), gradients(20), 0.01)
     theirs = follow_torch(
         lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.9, 0.99), eps=1e-8), gradients(20)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_with_decoupled_decay_adam_is_torchs_adamw() -> None:
+    adam = Adam(beta2=0.99, tau=1e-8, bias_correction=True)
+    ours, _ = follow(Decayed(adam, 0.1), gradients(20), 0.01)
+    theirs = follow_torch(
+        lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1),
+        gradients(20),
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(ours, follow(adam, gradients(20), 0.01)[0], rtol=1e-6)
+
+
+def test_nesterovs_momentum_is_torchs() -> None:
+    ours, _ = follow(SGD(0.9, nesterov=True), gradients(20), 0.01)
+    theirs = follow_torch(
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True), gradients(20)
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 

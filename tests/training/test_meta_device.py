@@ -46,11 +46,14 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         *({"momentum": kind} for kind in ("average", "reset", "keep", "derived")),
         {"bias_correction": True, "momentum": "derived", "aggregate": "sqrtP"},
         {"accumulate": "sum", "clip_norm": 1.0, "weight_decay": 0.1},
+        {"align": 0.3, "align_form": "mixed", "momentum": "derived", "decoupled_weight_decay": 0.1},
         {"upload": "topk(0.1)", "P_codec": "log4", "P_every": 2},
         {"beta1": 0.0},
     ],
+    "pair": [{"client": "adam", "server": {"name": "sgd", "momentum": 0.9, "nesterov": True},
+              "share": {"m": "keep", "v": "average"}, "per_step": True}],
     "prefedopt": [{"step_with": "m", "bias_correction": True}, {"per_step": False}],
-}
+}  # fmt: skip
 CASES = [(n, o) for n in prefed.ALGORITHMS.names() for o in [{}, *OPTIONS.get(n, [])]]
 
 

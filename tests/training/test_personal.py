@@ -53,6 +53,9 @@ CASES: dict[str, tuple[prefed.Algorithm, Any, str, dict[str, Any]]] = {
     ),
     "FedRep, conv": (prefed.FedRep(client_lr=LR, statistics="keep", personal=("@last", "@norm")),
                      conv_net, "256", {"personal_steps": 1, "statistics": "keep"}),
+    "FedPer, aligned": (prefed.FedPer(client_lr=LR, align=0.4), mlp, "4", {"align": 0.4}),
+    "FedRep, aligned": (prefed.FedRep(client_lr=LR, align=0.4, align_form="mixed"), mlp, "4",
+                        {"personal_steps": 1, "align": 0.4, "mixed": True}),
 }  # fmt: skip
 
 
@@ -78,7 +81,8 @@ def test_against_plain_pytorch(case: str, engine: str) -> None:
     if options.get("statistics", "average") == "average":
         sent += 8 * sum(b.numel() for b in model.buffers() if b.is_floating_point())
     assert {r["bytes_up"] for r in result.history} == {COHORT * sent}
-    assert {r["bytes_down"] for r in result.history} == {COHORT * sent}
+    down = sent + (8 * shared if "align" in options else 0)
+    assert {r["bytes_down"] for r in result.history} == {COHORT * down}
 
 
 ANY: list[prefed.Algorithm] = [
@@ -90,7 +94,9 @@ ANY: list[prefed.Algorithm] = [
     prefed.FedProx(client_lr=0.05, personal=("4.*",)),
     prefed.AdaAlter(client_lr=0.01, personal=("4.*",)),
     prefed.LocalAdam(client_lr=0.01, personal=("4.*",), state="keep"),
-]
+    prefed.PreFed(client_lr=0.005, momentum="derived", personal=("4.*",), align=0.3,
+                  align_form="mixed", decoupled_weight_decay=0.1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("algorithm", ANY, ids=lambda a: type(a).__name__)

@@ -2,7 +2,15 @@
 
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeFloat,
+    PositiveFloat,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 from torch import Tensor
 
 from prefed.algorithms.sharing import Policy
@@ -10,9 +18,11 @@ from prefed.codecs import CodecName
 from prefed.core.errors import PrefedError, explain
 from prefed.core.registry import Registry
 from prefed.core.schedule import Rate
-from prefed.rules import SGD, Rule, State
+from prefed.rules import SGD, Fraction, Rule, State
 
 ALGORITHMS: "Registry[type[Algorithm]]" = Registry("algorithm", "prefed.algorithms")
+
+LATER = ("decoupled_weight_decay", "align", "align_form")
 
 
 class Algorithm(BaseModel):
@@ -38,12 +48,21 @@ class Algorithm(BaseModel):
     """Clients scale a gradient down to this length if it is longer."""
     weight_decay: NonNegativeFloat = 0.0
     """Clients add this times the weights to the gradient, after clipping."""
+    decoupled_weight_decay: NonNegativeFloat = 0.0
+    """Clients take this times the step size of the weights away before each step, as AdamW does."""
     upload: CodecName = "exact"
     """The codec of the weights' change on its way to the server."""
     statistics: Literal["average", "keep", "reset"] = "average"
     """What happens to the statistics of BatchNorm and its like at the end of a round: clients
     "average" them through the server, each will "keep" its own, or "reset" them, so that each
     round begins with the model's first."""
+
+    align: Fraction = 0.0
+    """Each of a client's K local steps also moves by align/K times the clients' mean change of the
+    last round, which comes down with the weights and never goes up."""
+    align_form: Literal["added", "mixed"] = "added"
+    """This is "added" to the step of the client rule (FedCM, FedLADA, FedAdamW), or "mixed" with
+    it: then the rule's own part is 1 - align (FedPAC)."""
 
     personal: tuple[str, ...] = ()
     """Parameters that stay with each client, by name or pattern such as "head.*"; "@norm" stands
@@ -64,11 +83,25 @@ class Algorithm(BaseModel):
             lines = explain(error, type(self), prefix=f"{type(self).__name__}.")
             raise PrefedError("\n".join(lines)) from None
 
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Options that came later are written if they are used: without them a run is the one that
+        it was before."""
+        table: dict[str, Any] = write(self)
+        fields = type(self).model_fields
+        unused = {name for name in LATER if getattr(self, name) == fields[name].default}
+        return {name: value for name, value in table.items() if name not in unused}
+
     def client_rule(self) -> Rule:
         return SGD()
 
     def server_rule(self) -> Rule:
         return SGD()
+
+    @property
+    def own_share(self) -> float:
+        """How much of the client rule's own step a client takes."""
+        return 1 - self.align if self.align_form == "mixed" else 1.0
 
     def in_turns(self, rule: Rule, shared: int) -> Rule:
         """The client rule for weights whose first `shared` numbers go to the server, if these and

@@ -1,13 +1,7 @@
-from typing import Annotated
-
-from pydantic import Field
-
 from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
 from prefed.core.schedule import Rate
 from prefed.rules import SGD, Rule
-
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-"""A number in [0, 1): a momentum or the decay of a moving average."""
+from prefed.rules import Fraction as Fraction
 
 
 @ALGORITHMS.register("fedavg")

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from prefed.algorithms.algorithm import ALGORITHMS
 from prefed.algorithms.fedavg import FedAvg
-from prefed.core.layout import Layout
-from prefed.rules import Field, Rule, State
+from prefed.rules import Rule, State
+from prefed.rules.wrapped import Wrapped
 
 
 @ALGORITHMS.register("fedper")
@@ -42,25 +42,12 @@ class FedBN(FedAvg):
 
 
 @dataclass(frozen=True)
-class InTurns(Rule):
+class InTurns(Wrapped):
     """A rule whose state is of vectors, on one part of the weights at a time: the other rests, and
     so does its state."""
 
-    rule: Rule
     shared: int
     personal_steps: int
-
-    def fields(self, layout: Layout) -> dict[str, Field]:
-        return self.rule.fields(layout)
-
-    def begin(self, w: Tensor, state: State) -> None:
-        self.rule.begin(w, state)
-
-    def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
-        self.rule.step(w, g, state, lr, k)
-
-    def finish(self, w: Tensor, state: State, lr: float, steps: int) -> None:
-        self.rule.finish(w, state, lr, steps)
 
     def apply(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
         first = slice(self.shared, None) if k < self.personal_steps else slice(self.shared)

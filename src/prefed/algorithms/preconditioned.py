@@ -1,24 +1,13 @@
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from prefed.algorithms.algorithm import Algorithm
 from prefed.algorithms.fedavg import Fraction
-from prefed.core.errors import PrefedError
-from prefed.rules import SHAPES, Covariance
+from prefed.rules import Rule
 from prefed.rules.covariance import Accumulate
 from prefed.rules.covariance_block import Blocks
-
-
-def _known(name: str) -> str:
-    try:
-        SHAPES.get(name)
-    except PrefedError as error:
-        raise ValueError(str(error)) from None
-    return name
-
-
-Shape = Annotated[str, AfterValidator(_known)]
+from prefed.rules.covariance_shapes import Shape, covariance
 
 
 class Preconditioned(Algorithm):
@@ -43,19 +32,16 @@ class Preconditioned(Algorithm):
     largest_side: PositiveInt = 256
     """Of shape="kronecker": the factor of a longer side of a matrix is its diagonal."""
 
-    def covariance(self, step_with: Literal["m", "g"]) -> Covariance:
-        make = SHAPES.get(self.shape)
-        own: dict[str, Any] = {
-            "refresh": self.refresh,
-            "blocks": self.blocks,
-            "largest_side": self.largest_side,
-        }
-        return make(
+    def covariance(self, step_with: Literal["m", "g"]) -> Rule:
+        return covariance(
             self.beta1,
             self.beta2,
             self.tau,
             self.accumulate,
             step_with,
             self.bias_correction,
-            **{name: value for name, value in own.items() if name in make.__dataclass_fields__},
+            self.shape,
+            self.refresh,
+            self.blocks,
+            self.largest_side,
         )

@@ -1,7 +1,11 @@
 """Sharing policies: what happens to a piece of client state at the end of a round."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict, PositiveInt
+
+from prefed.codecs import CodecName
 
 ALWAYS = 2
 """In the first two rounds everything that is averaged is sent: the server begins with zero, which
@@ -10,10 +14,12 @@ is no preconditioner, and the mean after one round still depends on it."""
 
 @dataclass(frozen=True)
 class Policy:
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
     kind: Literal["reset", "keep", "average", "derived"]
     follow: Literal["mean", "participation"] = "mean"
-    codec: str = "exact"
-    every: int = 1
+    codec: CodecName = "exact"
+    every: PositiveInt = 1
 
     def sent(self, round: int) -> bool:
         """Whether it goes up in this round (from 0)."""

@@ -12,13 +12,13 @@ from prefed.cli.text import joined, say
 
 def ls() -> None:
     """List presets, studies, tables, and what they name: algorithms, models, data sets, ..."""
-    from prefed import ALGORITHMS, CODECS, DATASETS, ENGINES, LOSSES, MODELS, SPLITS
+    from prefed import ALGORITHMS, CODECS, DATASETS, ENGINES, LOSSES, MODELS, RULES, SPLITS
     from prefed.experiments.config import presets, studies, tables
 
     for title, names in (("presets", presets()), ("studies", studies()), ("tables", tables())):
         say(f"{title + ':':<12}" + " ".join(names), 12 * " ")
     for title, registry in (
-        ("algorithms", ALGORITHMS), ("models", MODELS), ("data sets", DATASETS),
+        ("algorithms", ALGORITHMS), ("rules", RULES), ("models", MODELS), ("data sets", DATASETS),
         ("splits", SPLITS), ("engines", ENGINES), ("codecs", CODECS), ("losses", LOSSES),
     ):  # fmt: skip
         say(f"{title + ':':<12}" + " ".join(registry.names()), 12 * " ")
@@ -27,8 +27,8 @@ def ls() -> None:
 def cat(
     name: Annotated[str, typer.Argument(help="a preset, or anything `prefed ls` lists")],
 ) -> None:
-    """Print a preset, study or table, or what an algorithm, model, data set, split, codec, engine
-    or loss is and its options; also of your own, as module:name."""
+    """Print a preset, study or table, or what an algorithm, rule, model, data set, split, codec,
+    engine or loss is and its options; also of your own, as module:name."""
     from prefed.core.errors import PrefedError, did_you_mean
     from prefed.experiments.config import find, shipped
 
@@ -58,18 +58,18 @@ def cat(
 
 def _kinds() -> dict[Any, tuple[str, ...]]:
     """What can be named, and which parameters are no options since they are handed over."""
-    from prefed import ALGORITHMS, CODECS, DATASETS, ENGINES, LOSSES, MODELS, SPLITS
+    from prefed import ALGORITHMS, CODECS, DATASETS, ENGINES, LOSSES, MODELS, RULES, SPLITS
     from prefed.data.dataset import GIVEN_TO_SPLITS
 
     return {
         ALGORITHMS: (), MODELS: ("inputs", "classes"), DATASETS: (), SPLITS: GIVEN_TO_SPLITS,
-        CODECS: (), ENGINES: ("task", "data", "settings"), LOSSES: ("output", "y"),
+        RULES: (), CODECS: (), ENGINES: ("task", "data", "settings"), LOSSES: ("output", "y"),
     }  # fmt: skip
 
 
 def _described(thing: Any, given: tuple[str, ...] = ()) -> str:
     """What a thing says of itself, and its options with their defaults."""
-    from prefed.experiments.config import options_model
+    from prefed.core.option_models import options_model
 
     about = inspect.getdoc(thing) or inspect.getdoc(inspect.getmodule(thing)) or ""
     text = f"{joined(about) if sys.stdout.isatty() else about}\n"

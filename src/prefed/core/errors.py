@@ -60,7 +60,7 @@ def explain(error: "ValidationError", model: "type[BaseModel]", prefix: str = ""
     for item in error.errors():
         path = _keys(item["loc"])
         where = prefix + ".".join(path)
-        if item["type"] == "extra_forbidden":
+        if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             owner = _model_at(model, path[:-1])
             names = owner.model_fields if owner is not None else ()
             known = did_you_mean(path[-1], names)

@@ -17,7 +17,7 @@ Besides, `loss` names one: loss = {name = "cross_entropy", label_smoothing = 0.1
 
 import inspect
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import deepcopy
 from importlib.resources import files
 from pathlib import Path
@@ -30,7 +30,6 @@ from pydantic import (
     Field,
     SerializeAsAny,
     ValidationError,
-    create_model,
     model_validator,
 )
 from torch import nn
@@ -39,6 +38,7 @@ from prefed.algorithms import ALGORITHMS, Algorithm
 from prefed.core import draws
 from prefed.core.errors import PrefedError, checked, did_you_mean, explain
 from prefed.core.losses import LOSSES, OF_NUMBERS, given_to, make_loss
+from prefed.core.option_models import options_model
 from prefed.core.safe_files import read_whole
 from prefed.core.schedule import written
 from prefed.data import FederatedData
@@ -403,17 +403,3 @@ def _check_parts(table: dict[str, Any]) -> list[str]:
         except PrefedError as error:  # an algorithm says itself what is wrong with its options
             errors += [f"algorithm.{line.partition('.')[2]}" for line in str(error).splitlines()]
     return errors
-
-
-def options_model(function: Callable[..., Any], given: Iterable[str]) -> type[BaseModel]:
-    """A model of the options of a function (or class), to check them as everything else is."""
-    fields: dict[str, Any] = {}
-    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        if name not in given and parameter.kind not in (
-            inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
-        ):  # fmt: skip
-            empty = inspect.Parameter.empty
-            kind = Any if parameter.annotation is empty else parameter.annotation
-            fields[name] = (kind, ... if parameter.default is empty else parameter.default)
-    config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-    return create_model("Options", __config__=config, **fields)

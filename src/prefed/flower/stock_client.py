@@ -10,7 +10,7 @@ or, with a training loop of one's own around prefed.optim.Covariance, `load_stat
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from glob import escape
 from typing import Any, cast
 
@@ -224,8 +224,10 @@ class _Asked:
     def algorithm(self) -> Algorithm:
         options = json.loads(str(self.config[p.ALGORITHM]))
         name = options.pop("name")
-        if ":" in name:  # a message must not choose what is imported here
-            raise PrefedError(f"the server runs {name}: hand it to local_train as algorithm=")
+        chosen = [name, *(value for key, value in options.items() if key != "personal")]
+        if own := [text for text in _texts(chosen) if ":" in text]:
+            # A message must not choose what is imported here.
+            raise PrefedError(f"the server runs {own[0]}: hand the algorithm to local_train")
         return ALGORITHMS.get(name)(**options)
 
     def vectors(self) -> dict[str, Tensor]:
@@ -233,9 +235,20 @@ class _Asked:
             raise PrefedError("personal: parts that stay with a client need local_train")
         weights, buffers = self.shape.read(self.arrays)
         algorithm = self.algorithm()
+        if algorithm.align:
+            raise PrefedError("align: moving along the mean change needs local_train")
         server = Server.start(algorithm, self.shape.layout, weights, buffers)
         specs = broadcast(algorithm, server)
         return unpack(self.state, {name: specs[name] for name in server.shared})
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in lists and tables."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
 
 
 class _Order:

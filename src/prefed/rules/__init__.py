@@ -3,7 +3,10 @@
 from prefed.rules.adagrad import AdaGrad
 from prefed.rules.adam import Adam, Yogi
 from prefed.rules.covariance import SHAPES, Covariance
-from prefed.rules.rule import Field, Rule, State
+from prefed.rules.rule import RULES, Field, Fraction, Rule, State
 from prefed.rules.sgd import SGD
 
-__all__ = ["SGD", "SHAPES", "AdaGrad", "Adam", "Covariance", "Field", "Rule", "State", "Yogi"]
+__all__ = [
+    "RULES", "SGD", "SHAPES", "AdaGrad", "Adam", "Covariance", "Field", "Fraction", "Rule", "State",
+    "Yogi",
+]  # fmt: skip

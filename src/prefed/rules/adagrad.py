@@ -1,17 +1,23 @@
 from dataclasses import dataclass
 
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from prefed.core.layout import Layout
-from prefed.rules.rule import Field, Rule, State
+from prefed.rules.rule import RULES, Field, Rule, State
 
 
+@RULES.register("adagrad")
 @dataclass(frozen=True)
 class AdaGrad(Rule):
-    """v += g^2, w -= lr * g / (sqrt(v) + tau)."""
+    """v += g^2, w -= lr * g / (sqrt(v) + tau).
 
-    tau: float = 1e-3
-    v0: float = 0.0
+    tau   bounds the step where v is small
+    v0    the first v
+    """
+
+    tau: PositiveFloat = 1e-3
+    v0: NonNegativeFloat = 0.0
 
     def fields(self, layout: Layout) -> dict[str, Field]:
         return {"v": Field((layout.size,), self.v0, nonnegative=True)}

@@ -4,22 +4,29 @@ momentum, which differ in one line. Code bases disagree on three details; each i
 from abc import abstractmethod
 from dataclasses import dataclass
 
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from prefed.core.layout import Layout
-from prefed.rules.rule import Field, Rule, State, accumulate, grow_mass
+from prefed.rules.rule import RULES, Field, Fraction, Rule, State, accumulate, grow_mass
 
 
 @dataclass(frozen=True)
 class _Moments(Rule):
-    """m = beta1*m + (1 - beta1)*g, v by the subclass, w -= lr * m / (sqrt(v) + tau)."""
+    """m = beta1*m + (1 - beta1)*g, v by the subclass, w -= lr * m / (sqrt(v) + tau).
 
-    beta1: float = 0.9
-    tau: float = 1e-3
-    v0: float = 0.0
+    beta1             the decay of m, the moving average of the gradient
+    tau               bounds the step where v is small
+    v0                the first v
+    bias_correction   divide m and v by 1 - beta^t, as Adam does
+    tau_inside        sqrt(v + tau^2) in place of sqrt(v) + tau
+    """
+
+    beta1: Fraction = 0.9
+    tau: PositiveFloat = 1e-3
+    v0: NonNegativeFloat = 0.0
     bias_correction: bool = False
     tau_inside: bool = False
-    """sqrt(v + tau^2) in place of sqrt(v) + tau."""
 
     def fields(self, layout: Layout) -> dict[str, Field]:
         vectors = {
@@ -50,21 +57,26 @@ class _Moments(Rule):
         return "v", self.tau
 
 
+@RULES.register("adagradm")
 @dataclass(frozen=True)
 class AdaGradM(_Moments):
-    """v += g^2: a sum has no bias to correct."""
+    """v += g^2, with momentum: a sum has no bias to correct."""
 
-    beta1: float = 0.0
+    beta1: Fraction = 0.0
 
     def second_moment(self, v: Tensor, g: Tensor) -> None:
         accumulate(v, g, 0.0, "sum")
 
 
+@RULES.register("adam")
 @dataclass(frozen=True)
 class Adam(_Moments):
-    """v = beta2*v + (1 - beta2)*g^2."""
+    """m = beta1*m + (1 - beta1)*g, v = beta2*v + (1 - beta2)*g^2, w -= lr * m / (sqrt(v) + tau).
 
-    beta2: float = 0.99
+    beta2   the decay of v, the moving average of the squares
+    """
+
+    beta2: Fraction = 0.99
 
     def second_moment(self, v: Tensor, g: Tensor) -> None:
         accumulate(v, g, self.beta2, "ema")
@@ -73,9 +85,10 @@ class Adam(_Moments):
         return v / grow_mass(state["v_mass"], self.beta2)
 
 
+@RULES.register("yogi")
 @dataclass(frozen=True)
 class Yogi(Adam):
-    """v -= (1 - beta2) * g^2 * sign(v - g^2)."""
+    """Adam, but v -= (1 - beta2) * g^2 * sign(v - g^2)."""
 
     def second_moment(self, v: Tensor, g: Tensor) -> None:
         squared = g * g

@@ -1,7 +1,7 @@
 """The paper's rule: precondition with the variance of the gradient around its running mean."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -65,6 +65,9 @@ class Covariance(Rule):
             mass = grow_mass(state["P_mass"], self.beta2)
             P = P / mass.view(*mass.shape, *[1] * (P.dim() - mass.dim()))
         return u, P
+
+    def written(self) -> dict[str, Any]:
+        return super().written() | {"name": "covariance", "shape": SHAPES.name_of(type(self))}
 
     def preconditioner(self) -> tuple[str, float]:
         return "P", self.tau

@@ -2,15 +2,23 @@
 
 import threading
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any, ClassVar
 
+import pydantic
 import torch
 from torch import Tensor
 
 from prefed.core.layout import Layout
+from prefed.core.registry import Registry
 
 State = dict[str, Tensor]
+
+Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
+"""A number in [0, 1): a momentum or the decay of a moving average."""
+
+RULES: "Registry[Callable[..., Rule]]" = Registry("rule", "prefed.rules")
 
 BLOCK = 3 << 18
 """Numbers in a part of a vector: 3 MB of float32, so that the few vectors a rule touches stay in
@@ -64,6 +72,12 @@ class Rule(ABC):
 
     def finish(self, w: Tensor, state: State, lr: float, steps: int) -> None:
         """Called on a client after its last step of a round."""
+
+    def written(self) -> dict[str, Any]:
+        """As it stands in a config: its name, and the options that are not their defaults."""
+        own: tuple[Any, ...] = fields(self) if is_dataclass(self) else ()
+        given = {f.name: getattr(self, f.name) for f in own if getattr(self, f.name) != f.default}
+        return {"name": RULES.name_of(type(self)), **given}
 
     def preconditioner(self) -> tuple[str, float] | None:
         """For adaptive rules: the field under the root, and tau. Diagnostics read it."""

@@ -1,19 +1,24 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from prefed.core.layout import Layout
-from prefed.rules.rule import Field, Rule, State
+from prefed.rules.rule import RULES, Field, Fraction, Rule, State
 
 
+@RULES.register("sgd")
 @dataclass(frozen=True)
 class SGD(Rule):
     """w -= lr * g, or with momentum: momentum = mu * momentum + g, w -= lr * momentum.
 
     As a server rule with lr = 1 it takes the clients' mean, since g is minus their mean change.
+
+    momentum   mu, the share of the buffer that stays
+    nesterov   the step is g + mu * momentum
     """
 
-    momentum: float = 0.0
+    momentum: Fraction = 0.0
+    nesterov: bool = field(default=False, kw_only=True)
 
     def fields(self, layout: Layout) -> dict[str, Field]:
         return {"momentum": Field((layout.size,))} if self.momentum else {}
@@ -23,4 +28,7 @@ class SGD(Rule):
 
     def direction(self, g: Tensor, state: State) -> Tensor:
         """The gradient, or the buffer that it has been added to."""
-        return state["momentum"].mul_(self.momentum).add_(g) if self.momentum else g
+        if not self.momentum:
+            return g
+        buffer = state["momentum"].mul_(self.momentum).add_(g)
+        return g.add(buffer, alpha=self.momentum) if self.nesterov else buffer

@@ -46,15 +46,15 @@ class CollapseWatch:
 
     def __init__(self, algorithm: Algorithm) -> None:
         self.algorithm = algorithm
-        self.server_side = algorithm.server_rule().preconditioner() is not None
+        self.server_side = algorithm.server_rule().preconditioner()
         self.rounds = 0
 
     def see(self, diagnosis: dict[str, Any]) -> None:
-        if not self.server_side or "adaptive_share" not in diagnosis:
+        if self.server_side is None or "adaptive_share" not in diagnosis:
             return
         self.rounds = self.rounds + 1 if diagnosis["adaptive_share"] < COLLAPSED_SHARE else 0
         if self.rounds == COLLAPSED_ROUNDS:
-            tau = getattr(self.algorithm, "tau", "?")
+            tau = self.server_side[1]
             per_step = getattr(self.algorithm, "per_step", False)
             warnings.warn(
                 f"{type(self.algorithm).__name__} has collapsed to SGD on the server: for "

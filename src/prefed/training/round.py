@@ -22,6 +22,7 @@ from prefed.core.flat_model import FlatModel
 from prefed.core.layout import Layout
 from prefed.core.schedule import at
 from prefed.rules import Field, Rule, State
+from prefed.rules.wrapped import MEAN_CHANGE, Aligned, Decayed
 
 Kept = Mapping[int, State]
 """The state that clients keep, for those that have taken part."""
@@ -51,7 +52,8 @@ class Server:
     optimiser: State
     """The state of the server rule."""
     shared: State
-    """The server's copy of each averaged or derived field of the client rule."""
+    """The server's copy of each averaged or derived field of the client rule; and, for clients that
+    are aligned, their mean change of the last round."""
     layout: Layout
     """Of the weights. Part of no message: both sides have it from their model."""
     steps: Tensor
@@ -72,6 +74,8 @@ class Server:
         optimiser = algorithm.server_rule().fields(layout)
         client = algorithm.client_rule().fields(layout)
         shared = {n: f for n, f in client.items() if policy(algorithm, n).comes_down}
+        if algorithm.align:
+            shared[MEAN_CHANGE] = Field((layout.size,))
         return cls(
             round=0,
             weights=weights,
@@ -206,7 +210,8 @@ def local_update(algorithm: Algorithm, server: Server, block: Block, kept: Kept)
     """The local steps from the server's state, on each client of the block."""
     w, size = block.weights, server.layout.size
     lr = at(algorithm.client_lr, server.round)
-    rule = algorithm.in_turns(block.rule(algorithm), size)
+    rule = _with_options(algorithm, block.rule(algorithm), size)
+    steps_taken = torch.tensor(block.steps, device=w.device)
     fields = rule.fields(block.layout)
     shared = _shared(algorithm, fields, block.layout)
 
@@ -232,6 +237,10 @@ def local_update(algorithm: Algorithm, server: Server, block: Block, kept: Kept)
                     else:
                         row.fill_(field.start)
 
+    if algorithm.align:
+        each = algorithm.align / steps_taken.to(w.dtype)
+        torch.mul(server.shared[MEAN_CHANGE], each.unsqueeze(1), out=state[MEAN_CHANGE])
+
     began = w[:, size:].clone()
     rule.begin(w, state)
     losses = block.run_steps(algorithm, rule, state, lr)
@@ -249,7 +258,6 @@ def local_update(algorithm: Algorithm, server: Server, block: Block, kept: Kept)
             own |= {name: torch.cat([part[name] for part in found]) for name in found[0]}
         stays |= {PERSONAL: w[:, size:]} | {f"{PERSONAL}.{n}": own[n] for n in shared}
     w[:, :size].sub_(server.weights)
-    steps_taken = torch.tensor(block.steps, device=w.device)
     sent = {n: state[n] for n in fields if policy(algorithm, n).sent(server.round)}
     sent |= {n: state[n][:, :size].contiguous() for n in sent if n in shared}
     match algorithm.statistics:
@@ -260,6 +268,14 @@ def local_update(algorithm: Algorithm, server: Server, block: Block, kept: Kept)
     change = w[:, :size].contiguous()
     values = {"weights": change} | sent
     return Update(values, kept=stays, losses=losses / steps_taken, steps=block.steps)
+
+
+def _with_options(algorithm: Algorithm, rule: Rule, shared: int) -> Rule:
+    """The client rule with what the algorithm's options do around its steps."""
+    if algorithm.decoupled_weight_decay:
+        rule = Decayed(rule, algorithm.decoupled_weight_decay)
+    rule = algorithm.in_turns(rule, shared)
+    return Aligned(rule, shared, algorithm.own_share) if algorithm.align else rule
 
 
 def _alike(steps: Sequence[int]) -> Iterator[tuple[slice, int]]:
@@ -343,10 +359,14 @@ def server_update(
         else:
             held.lerp_(mean[name], participation)
     if any(policy(algorithm, name).kind == "derived" for name in server.shared):
-        client_lr = at(algorithm.client_lr, server.round)
-        found = algorithm.derive(mean["weights"], server.shared, client_lr, steps)
+        own, client_lr = mean["weights"], at(algorithm.client_lr, server.round)
+        if algorithm.align:  # without what all clients moved by together
+            own = own.sub(server.shared[MEAN_CHANGE], alpha=algorithm.align)
+        found = algorithm.derive(own, server.shared, client_lr * algorithm.own_share, steps)
         for name in server.shared.keys() & found.keys():
             server.shared[name].copy_(found[name])
+    if algorithm.align:
+        server.shared[MEAN_CHANGE].copy_(mean["weights"])
     g = algorithm.pseudo_gradient(mean["weights"], steps)
     lr = at(algorithm.server_lr, server.round)
     rule = algorithm.server_rule().fit(server.layout)

@@ -38,7 +38,15 @@ class Trace:
 # Options
 # ---------------------------------------------------------------------------------------------
 
-COMMON: Options = {"client_lr": None, "server_lr": 1.0, "clip_norm": None, "weight_decay": 0.0}
+COMMON: Options = {
+    "client_lr": None,
+    "server_lr": 1.0,
+    "clip_norm": None,
+    "weight_decay": 0.0,
+    "decoupled_weight_decay": 0.0,
+    "align": 0.0,
+    "align_form": "added",
+}
 
 ADAPTIVE: Options = {
     "beta1": 0.9,
@@ -96,6 +104,7 @@ DEFAULTS: dict[str, Options] = {
     "scaffold": {"client_momentum": 0.0},
     "fedprox": {"mu": 0.01, "client_momentum": 0.0},
     "fednova": {"client_momentum": 0.0, "server_momentum": 0.0},
+    "pair": {"client": {"name": "sgd"}, "server": {"name": "sgd"}, "share": {}, "per_step": False},
 }
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -109,6 +118,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "blocks": ("row", "tensor"),
     "step_with": ("delta", "m"),
     "state": ("reset", "average", "keep"),
+    "align_form": ("added", "mixed"),
 }
 
 
@@ -210,6 +220,7 @@ class Algorithm:
         self.server: State = {}
         self.shared: State = {}
         self.kept: dict[int, State] = {}
+        self.mean_change = np.zeros(d)
         self.start()
 
     def start(self) -> None:
@@ -227,6 +238,29 @@ class Algorithm:
         """Give the server's rate in round t."""
         return rate(self.options["server_lr"], t)
 
+    def decayed(self, t: int, w_i: Array) -> Array:
+        """Loshchilov and Hutter: the weights shrink by themselves, whatever the gradient."""
+        decay = float(self.options["decoupled_weight_decay"])
+        return w_i - self.client_lr(t) * decay * w_i
+
+    def aligned(self, t: int, i: int, before: Array, after: Array) -> Array:
+        """Give what one step of client i comes to, which took the rule from before to after.
+
+        Added: the share of the last round's mean change comes on top. Mixed: it takes the place of
+        as large a share of the step.
+        """
+        a = self.options["align"]
+        along = self.mean_change / self.task.count(t, i)
+        if self.options["align_form"] == "mixed":
+            return np.asarray(before + (1.0 - a) * (after - before) + a * along)
+        return np.asarray(after + a * along)
+
+    def own(self, change: Array) -> Array:
+        """Give the sum of a client's own steps, from its change in a whole round."""
+        a = self.options["align"]
+        whole = change - a * self.mean_change
+        return np.asarray(whole / (1.0 - a)) if self.options["align_form"] == "mixed" else whole
+
     def sgd_clients(
         self, t: int, w: Array, cohort: Sequence[int], momentum: float = 0.0
     ) -> tuple[Array, float]:
@@ -242,7 +276,7 @@ class Algorithm:
                 loss, g = self.task.gradient(w_i, x, y)
                 loss_i += loss / self.task.count(t, i)
                 buffer = momentum * buffer + g
-                w_i = w_i - lr * buffer
+                w_i = self.aligned(t, i, w_i, self.decayed(t, w_i) - lr * buffer)
             deltas.append(w_i - w)
             losses.append(loss_i)
         return self.task.mean(cohort, deltas), self.task.mean(cohort, losses)
@@ -264,6 +298,7 @@ class FedAvg(Algorithm):
     def round(self, t: int, w: Array, cohort: Sequence[int]) -> tuple[Array, float]:
         """SGD on the clients, SGD along -Delta on the server."""
         delta, loss = self.sgd_clients(t, w, cohort, self.options["client_momentum"])
+        self.mean_change = delta
         step = -delta
         if "momentum" in self.server:
             step = self.options["server_momentum"] * self.server["momentum"] + step
@@ -289,6 +324,7 @@ class FedNova(FedAvg):
             normalised.append(delta / sum(a_i))
             losses.append(loss)
         step = -self.task.mean(cohort, lengths) * self.task.mean(cohort, normalised)
+        self.mean_change = -step
         if "momentum" in self.server:
             step = self.options["server_momentum"] * self.server["momentum"] + step
             self.server["momentum"] = step
@@ -311,11 +347,12 @@ class FedProx(Algorithm):
             for x, y in self.task.local_data(t, i):
                 loss, g = self.task.gradient(w_i, x, y)
                 loss_i += loss / self.task.count(t, i)
-                buffer = self.options["client_momentum"] * buffer + g + mu * (w_i - w)
-                w_i = w_i - lr * buffer
+                near = self.decayed(t, w_i)
+                buffer = self.options["client_momentum"] * buffer + g + mu * (near - w)
+                w_i = self.aligned(t, i, w_i, near - lr * buffer)
             deltas.append(w_i - w)
             losses.append(loss_i)
-        delta = self.task.mean(cohort, deltas)
+        self.mean_change = delta = self.task.mean(cohort, deltas)
         return w + self.server_lr(t) * delta, self.task.mean(cohort, losses)
 
 
@@ -342,15 +379,16 @@ class Scaffold(Algorithm):
                 loss, g = self.task.gradient(w_i, x, y)
                 loss_i += loss / self.task.count(t, i)
                 buffer = self.options["client_momentum"] * buffer + g
-                w_i = w_i - lr * buffer - lr * (c - c_i)
-            c_i_new = c_i - c + (w - w_i) / (self.task.count(t, i) * lr)
+                own = self.decayed(t, w_i) - lr * buffer - lr * (c - c_i)
+                w_i = self.aligned(t, i, w_i, own)
+            c_i_new = c_i - c - self.own(w_i - w) / (self.task.count(t, i) * lr)
             self.kept[i] = {"c_i": c_i_new}
             deltas.append(w_i - w)
             changes.append(c_i_new - c_i)
             losses.append(loss_i)
         share = len(cohort) / self.task.n_clients
         self.shared["c"] = c + share * self.task.mean(cohort, changes)
-        delta = self.task.mean(cohort, deltas)
+        self.mean_change = delta = self.task.mean(cohort, deltas)
         return w + self.server_lr(t) * delta, self.task.mean(cohort, losses)
 
 
@@ -383,6 +421,7 @@ class AdaptiveServer(Algorithm):
         beta1 = self.options["beta1"]
         tau = self.options["tau"]
         delta, loss = self.sgd_clients(t, w, cohort)
+        self.mean_change = delta
         g = -delta
         m = beta1 * self.server["m"] + (1.0 - beta1) * g
         v = self.second_moment(self.server["v"], g)
@@ -457,15 +496,14 @@ class AdaAlter(Algorithm):
                 loss, g = self.task.gradient(w_i, x, y)
                 loss_i += loss / self.task.count(t, i)
                 v_i = v_i + g**2
-                if self.options["frozen"]:
-                    w_i = w_i - lr * g / np.sqrt(v_sync + k * tau**2)
-                else:
-                    w_i = w_i - lr * g / (np.sqrt(v_i) + tau)
+                frozen = self.options["frozen"]
+                root = np.sqrt(v_sync + k * tau**2) if frozen else np.sqrt(v_i) + tau
+                w_i = self.aligned(t, i, w_i, self.decayed(t, w_i) - lr * g / root)
             deltas.append(w_i - w)
             vs.append(v_i)
             losses.append(loss_i)
         self.shared["v"] = self.task.mean(cohort, vs)
-        delta = self.task.mean(cohort, deltas)
+        self.mean_change = delta = self.task.mean(cohort, deltas)
         return w + self.server_lr(t) * delta, self.task.mean(cohort, losses)
 
 
@@ -516,10 +554,9 @@ class LocalAdam(Algorithm):
                 m_hat, v_hat = now["m"], now["v"]
                 if self.options["bias_correction"]:
                     m_hat, v_hat = m_hat / now["m_mass"], v_hat / now["v_mass"]
-                if self.options["tau_inside"]:
-                    w_i = w_i - lr * m_hat / np.sqrt(v_hat + tau**2)
-                else:
-                    w_i = w_i - lr * m_hat / (np.sqrt(v_hat) + tau)
+                inside = self.options["tau_inside"]
+                root = np.sqrt(v_hat + tau**2) if inside else np.sqrt(v_hat) + tau
+                w_i = self.aligned(t, i, w_i, self.decayed(t, w_i) - lr * m_hat / root)
             if how == "keep":
                 self.kept[i] = self.seen(now)
             deltas.append(w_i - w)
@@ -528,7 +565,7 @@ class LocalAdam(Algorithm):
         if how == "average":
             for name in self.shared:
                 self.shared[name] = self.task.mean(cohort, [end[name] for end in ends])
-        delta = self.task.mean(cohort, deltas)
+        self.mean_change = delta = self.task.mean(cohort, deltas)
         return w + self.server_lr(t) * delta, self.task.mean(cohort, losses)
 
 
@@ -663,7 +700,8 @@ class PreFed(Algorithm):
             p_mass = beta2 * p_mass + (1.0 - beta2)
             m_hat = m / m_mass if self.options["bias_correction"] else m
             p_hat = p / p_mass if self.corrects_p() else p
-            w_i = w_i - lr * preconditioner.apply(p_hat, m_hat)
+            own = self.decayed(t, w_i) - lr * preconditioner.apply(p_hat, m_hat)
+            w_i = self.aligned(t, i, w_i, own)
         m_state: State = {"m": m}
         p_state: State = {"P": p}
         if self.options["bias_correction"]:
@@ -702,11 +740,12 @@ class PreFed(Algorithm):
         if self.options["momentum"] == "derived":
             self.shared["m"] = (
                 -self.root(self.shared)
-                * delta
+                * self.own(delta)
                 / (self.client_lr(t) * self.task.mean_count(t, cohort))
             )
             if self.options["bias_correction"]:
                 self.shared["m_mass"] = 1.0
+        self.mean_change = delta
         return w + self.server_lr(t) * delta, self.task.mean(cohort, losses)
 
 
@@ -732,6 +771,7 @@ class PreFedOpt(Algorithm):
         beta2 = self.options["beta2"]
         state = self.server
         delta, loss = self.sgd_clients(t, w, cohort)
+        self.mean_change = delta
         g = -delta / self.task.mean_count(t, cohort) if self.options["per_step"] else -delta
         state["m"] = beta1 * state["m"] + (1.0 - beta1) * g
         state["P"] = self.preconditioner.add(state["P"], g - state["m"])
@@ -779,11 +819,116 @@ class PreFedSync(Algorithm):
                     p_of[i] = p_of[i] + square
                 else:
                     p_of[i] = beta2 * p_of[i] + (1.0 - beta2) * square
-                w_of[i] = w_of[i] - lr * g_of[i] / (np.sqrt(p_of[i]) + tau)
+                own = self.decayed(t, w_of[i]) - lr * g_of[i] / (np.sqrt(p_of[i]) + tau)
+                w_of[i] = self.aligned(t, i, w_of[i], own)
         self.shared["P"] = self.task.mean(cohort, [p_of[i] for i in cohort])
-        delta = self.task.mean(cohort, [w_of[i] - w for i in cohort])
+        self.mean_change = delta = self.task.mean(cohort, [w_of[i] - w for i in cohort])
         loss = self.task.mean(cohort, [loss_of[i] for i in cohort])
         return w + self.server_lr(t) * delta, loss
+
+
+# ---------------------------------------------------------------------------------------------
+# Any client rule with any server rule
+# ---------------------------------------------------------------------------------------------
+
+RULES: dict[str, Options] = {
+    "sgd": {"momentum": 0.0, "nesterov": False},
+    "adagrad": {"tau": 1e-3, "v0": 0.0},
+    "adam": {**ADAPTIVE, "v0": 0.0},
+    "yogi": {**ADAPTIVE, "v0": 0.0},
+    "covariance": {"beta1": 0.9, "beta2": 0.9, "tau": 1e-3, "bias_correction": False},
+}
+
+
+class NamedRule:
+    """One step of an optimiser, as its paper (SGD: torch's documentation) writes it."""
+
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        self.name = table["name"]
+        given = {key: value for key, value in table.items() if key != "name"}
+        self.options = {**RULES[self.name], **given}
+        assert self.options.keys() == RULES[self.name].keys()
+
+    def first(self, d: int) -> State:
+        """Give the state before the first step."""
+        if self.name == "sgd":
+            return {"momentum": np.zeros(d)} if self.options["momentum"] else {}
+        second = "P" if self.name == "covariance" else "v"
+        state: State = {second: np.full(d, float(self.options.get("v0", 0.0)))}
+        if "beta1" in self.options:
+            state["m"] = np.zeros(d)
+        if self.options.get("bias_correction"):
+            state |= {"m_mass": 0.0, f"{second}_mass": 0.0}
+        return state
+
+    def step(self, w: Array, g: Array, state: State, lr: float) -> Array:
+        """Give the weights after a step; the state is replaced."""
+        o = self.options
+        if self.name == "sgd":
+            if not o["momentum"]:
+                return w - lr * g
+            state["momentum"] = o["momentum"] * state["momentum"] + g
+            ahead = g + o["momentum"] * state["momentum"]
+            return np.asarray(w - lr * (ahead if o["nesterov"] else state["momentum"]))
+        if self.name == "adagrad":
+            state["v"] = state["v"] + g**2
+            return np.asarray(w - lr * g / (np.sqrt(state["v"]) + o["tau"]))
+        beta1, beta2, tau = o["beta1"], o["beta2"], o["tau"]
+        state["m"] = beta1 * state["m"] + (1.0 - beta1) * g
+        if self.name == "covariance":
+            second = "P"
+            state["P"] = beta2 * state["P"] + (1.0 - beta2) * (g - state["m"]) ** 2
+        else:
+            second, v = "v", state["v"]
+            if self.name == "adam":
+                state["v"] = beta2 * v + (1.0 - beta2) * g**2
+            else:
+                state["v"] = v - (1.0 - beta2) * g**2 * np.sign(v - g**2)
+        m_hat, v_hat = state["m"], state[second]
+        if o["bias_correction"]:
+            state["m_mass"] = beta1 * state["m_mass"] + (1.0 - beta1)
+            state[f"{second}_mass"] = beta2 * state[f"{second}_mass"] + (1.0 - beta2)
+            m_hat, v_hat = m_hat / state["m_mass"], v_hat / state[f"{second}_mass"]
+        root = np.sqrt(v_hat + tau**2) if o.get("tau_inside") else np.sqrt(v_hat) + tau
+        return np.asarray(w - lr * m_hat / root)
+
+
+class AnyPair(Algorithm):
+    """A rule on the clients, a rule on the server, and what becomes of the clients' state."""
+
+    def start(self) -> None:
+        """The state of the server's rule, and of what it averages."""
+        self.client, self.of_server = (NamedRule(self.options[k]) for k in ("client", "server"))
+        self.server.update(self.of_server.first(self.d))
+        first = self.client.first(self.d)
+        self.shared.update({n: v for n, v in first.items() if self.policy(n) == "average"})
+
+    def policy(self, name: str) -> str:
+        """A mass goes the way of what it is the mass of."""
+        return str(self.options["share"].get(name.removesuffix("_mass"), "reset"))
+
+    def round(self, t: int, w: Array, cohort: Sequence[int]) -> tuple[Array, float]:
+        """The clients' rule, the means, the server's rule."""
+        lr, deltas, ends, losses = self.client_lr(t), [], [], []
+        for i in cohort:
+            state = {**self.client.first(self.d), **self.shared, **self.kept.get(i, {})}
+            w_i, loss_i = w.copy(), 0.0
+            for x, y in self.task.local_data(t, i):
+                loss, g = self.task.gradient(w_i, x, y)
+                loss_i += loss / self.task.count(t, i)
+                after = self.client.step(self.decayed(t, w_i), g, state, lr)
+                w_i = self.aligned(t, i, w_i, after)
+            deltas.append(w_i - w)
+            ends.append(state)
+            losses.append(loss_i)
+            if stays := {n: v for n, v in state.items() if self.policy(n) == "keep"}:
+                self.kept[i] = stays
+        for name in self.shared:
+            self.shared[name] = self.task.mean(cohort, [end[name] for end in ends])
+        self.mean_change = delta = self.task.mean(cohort, deltas)
+        g = -delta / self.task.mean_count(t, cohort) if self.options["per_step"] else -delta
+        w = self.of_server.step(w, g, self.server, self.server_lr(t))
+        return w, self.task.mean(cohort, losses)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -805,6 +950,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "scaffold": Scaffold,
     "fedprox": FedProx,
     "fednova": FedNova,
+    "pair": AnyPair,
 }
 
 
@@ -849,6 +995,7 @@ def run(
         trace.weights.append(w.copy())
         trace.train_loss.append(float(loss))
         trace.server.append(copy.deepcopy(algorithm.server))
-        trace.shared.append(copy.deepcopy(algorithm.shared))
+        shared = {"mean_change": algorithm.mean_change} if full["align"] else {}
+        trace.shared.append(copy.deepcopy(algorithm.shared | shared))
         trace.kept.append(copy.deepcopy(algorithm.kept))
     return trace

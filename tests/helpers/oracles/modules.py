@@ -26,10 +26,13 @@ def federated(
     statistics: Literal["average", "keep", "reset"] = "average",
     personal: Callable[[str], bool] = lambda name: False,
     personal_steps: int = 0,
+    align: float = 0.0,
+    mixed: bool = False,
 ) -> tuple[nn.Module, dict[int, nn.Module]]:
     """The global model after these cohorts, and the one that each client would use.
 
     With personal_steps the first steps move the personal parameters alone, and the others the rest.
+    With align each step also moves what is shared along the mean change of the round before.
     """
     server = copy.deepcopy(model)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
@@ -38,12 +41,15 @@ def federated(
         return personal(name) if name in parameters else statistics == "keep"
 
     own: dict[int, Entries] = {}
+    along = {n: torch.zeros_like(p) for n, p in parameters.items() if not personal(n)}
     for cohort in cohorts:
+        start = {n: server.get_parameter(n).detach().clone() for n in along}
         trained: list[dict[str, Any]] = []
         for client in cohort:
             module = copy.deepcopy(server).train()
             module.load_state_dict(own.get(client, {}), strict=False)
-            train(module, *clients[client], lr, steps, momentum, personal, personal_steps)
+            pull = {n: align / steps * v for n, v in along.items()}, align if mixed else 0.0
+            train(module, *clients[client], lr, steps, momentum, personal, personal_steps, pull)
             after = module.state_dict()
             own[client] = {n: v.clone() for n, v in after.items() if stays(n)}
             trained.append(after)
@@ -55,6 +61,7 @@ def federated(
                 values = torch.stack([after[name].double() for after in trained]).mean(0)
                 mean[name] = values.to(first.dtype)
         server.load_state_dict(mean)
+        along = {n: mean[n] - value for n, value in start.items()}
     used = {}
     for client in range(len(clients)):
         used[client] = copy.deepcopy(server)
@@ -71,6 +78,7 @@ def train(
     momentum: float,
     personal: Callable[[str], bool],
     personal_steps: int,
+    pull: tuple[Entries, float],
 ) -> None:
     named = dict(module.named_parameters())
     head = [p for n, p in named.items() if personal(n)]
@@ -85,7 +93,11 @@ def train(
         alone = of_head if step < personal_steps else of_body
         optimiser = alone if personal_steps else of_all
         assert optimiser is not None
+        before = {n: p.detach().clone() for n, p in named.items()}
         optimiser.step()
+        for name, along in pull[0].items():
+            with torch.no_grad():
+                named[name].add_(pull[1] * (before[name] - named[name]) + along)
 
 
 def check_same(found: nn.Module, wanted: nn.Module, tolerance: float = 1e-10) -> None:

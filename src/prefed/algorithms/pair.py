@@ -1,0 +1,99 @@
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+from pydantic import (
+    BeforeValidator,
+    InstanceOf,
+    PlainSerializer,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from torch import Tensor
+
+from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
+from prefed.algorithms.sharing import Policy
+from prefed.core.errors import did_you_mean, explain
+from prefed.core.layout import Layout
+from prefed.core.option_models import options_model
+from prefed.core.schedule import Rate
+from prefed.rules import RULES, SGD, Rule
+
+
+def _rule(value: Any) -> Any:
+    """From its name, or from a table with its name and options."""
+    table = {"name": value} if isinstance(value, str) else value
+    if not isinstance(table, dict):
+        return value
+    if not isinstance(table.get("name"), str):
+        raise ValueError(f"needs the name of a rule{did_you_mean('', RULES.names())}")
+    options = {key: option for key, option in table.items() if key != "name"}
+    make = RULES.get(table["name"])
+    model = options_model(make)
+    try:
+        return make(**dict(model(**options)))
+    except ValidationError as error:
+        raise ValueError("; ".join(explain(error, model))) from None
+
+
+def _policy(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+RuleOption = Annotated[
+    InstanceOf[Rule], BeforeValidator(_rule), PlainSerializer(lambda rule: rule.written())
+]
+"""A rule, the name of one, or a table with its name and options."""
+PolicyOption = Annotated[Policy, BeforeValidator(_policy)]
+"""A policy, its kind alone, or a table of what it is."""
+
+
+@ALGORITHMS.register("pair")
+class Pair(Algorithm):
+    """Any client rule, any server rule, any sharing policy: an algorithm without a class of its
+    own. As it stands it is FedAvg.
+
+        FedAda2   client = "adagrad", server = "adam"
+        DiLoCo    client = "adam" with decoupled_weight_decay, server = "sgd" with nesterov
+    """
+
+    client_lr: Rate = 0.05
+    client: RuleOption = SGD()
+    """The client rule: a name of `prefed ls`, or a table with it and its options."""
+    server: RuleOption = SGD()
+    """The server rule, which is fed with minus the mean change of the clients."""
+    share: dict[str, PolicyOption] = {}  # noqa: RUF012
+    """What happens to each field of the client rule's state at the end of a round: "reset" (if not
+    named here), "keep" or "average", or a table {kind = "average", codec = "log8"}."""
+    per_step: bool = False
+    """Divide the mean change by the number of local steps."""
+
+    @field_validator("share")
+    @classmethod
+    def _fits(cls, share: dict[str, Policy], info: ValidationInfo) -> dict[str, Policy]:
+        client = info.data.get("client")
+        fields = client.fields(Layout.of([("w", torch.zeros(1))])) if client else share
+        for name, policy in share.items():
+            if name not in fields:
+                state = ", ".join(fields) or "none"
+                raise ValueError(f"{name}: the client rule has no such state; it has {state}")
+            if policy.kind == "derived":
+                raise ValueError(
+                    f'{name}: "derived" needs a class that says how (Algorithm.derive)'
+                )
+        return share
+
+    def client_rule(self) -> Rule:
+        return self.client
+
+    def server_rule(self) -> Rule:
+        return self.server
+
+    def sharing(self) -> dict[str, Policy]:
+        """The mass of a moving average (bias_correction) goes where the average goes."""
+        masses = {f"{n}_mass": replace(policy, codec="exact") for n, policy in self.share.items()}
+        return masses | self.share
+
+    def pseudo_gradient(self, delta: Tensor, local_steps: float) -> Tensor:
+        return delta.div_(-local_steps if self.per_step else -1)

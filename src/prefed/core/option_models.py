@@ -1,0 +1,21 @@
+"""The options of things that are chosen by name, as pydantic sees them."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, create_model
+
+
+def options_model(function: Callable[..., Any], given: Iterable[str] = ()) -> type[BaseModel]:
+    """A model of the options of a function (or class), to check them as everything else is."""
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        if name not in given and parameter.kind not in (
+            inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
+        ):  # fmt: skip
+            empty = inspect.Parameter.empty
+            kind = Any if parameter.annotation is empty else parameter.annotation
+            fields[name] = (kind, ... if parameter.default is empty else parameter.default)
+    config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    return create_model("Options", __config__=config, **fields)
