@@ -192,7 +192,8 @@ def test_what_the_runs_of_a_comparison_say_is_said_once_above_its_table(tmp_path
     words = ("compare", "digits-iid", "--algorithms", "fedper", "--seeds", "2", "--workers", "2")
     lines = in_terminal(*words, *SHORT, columns=80, cwd=tmp_path)
     assert sum("the test set is evaluated with the global model" in line for line in lines) == 1
-    assert lines[0].startswith("the test set")
+    assert lines[0].startswith("fedper: client_lr")  # FedAvg's, from the preset
+    assert lines[1].startswith("the test set")
     assert not any("runs" in line and "done" in line for line in lines)  # no piece of the table
 
 
