@@ -18,7 +18,7 @@ TABLES := mcmahan-2nn mcmahan-cnn niid-bench-mnist niid-bench-fashion
 help:
 	@echo "make demo    compare seven algorithms on 8x8 digits (about a minute after set-up)"
 	@echo "make test    run the tests (about eight minutes on two cores)"
-	@echo "make test-fast  a part that starts no process (under a minute)"
+	@echo "make test-fast  a part that starts no process (about a minute)"
 	@echo "make test-all   all of them: every fault, every protection, real deployments (hours)"
 	@echo "make check   ruff, mypy --strict, the layers of the package, known holes in dependencies"
 	@echo "make docs    the documentation site, into build/docs"

@@ -96,6 +96,7 @@ def test_the_best_on_the_edge_is_said_on_the_command_line_and_in_the_report(tmp_
     assert said in (tmp_path / "s" / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_the_report_of_a_sweep_made_later_has_its_heat_map(tmp_path: Path) -> None:
     """Of two keys, on the axes they had, by the last tenth: to the pixel that of `prefed sweep`."""
     for i, (tau, lr) in enumerate((t, c) for t in ("0.1", "0.01") for c in ("0.01", "0.1", "1")):

@@ -12,11 +12,12 @@ import prefed
 from prefed.core.errors import PrefedError
 from prefed.training import task as task_module
 
-transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.long
 SIZES: dict[str, int] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def classifier() -> nn.Module:
+    transformers = pytest.importorskip("transformers")  # takes seconds: not when it is collected
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=11, intermediate_size=8, num_labels=3, hidden_dropout_prob=0.0,
@@ -27,6 +28,7 @@ def classifier() -> nn.Module:
 
 
 def language_model() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0.0,

@@ -140,6 +140,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     assert [r["local_steps"] for r in whole.history] == [r["local_steps"] for r in resumed.history]
 
 
+@pytest.mark.long
 def test_auto_measures_clients_of_unequal_size() -> None:
     many = prefed.FederatedData([tiny_data().client(c % 6).all() for c in range(40)])
     options = {"rounds": 20, "local_epochs": 3, "batch_size": 4, "weighting": "samples"}
