@@ -607,7 +607,7 @@ def test_batches_that_are_not_pairs(tmp_path: Path) -> None:
         reply: Message = prefed.flower.local_train(message, context, tiny_model(), loader)
         return reply
 
-    with pytest.raises(RunFailed, match=r"pairs \(x, y\), not dict; .*batch\[.img.\]"):
+    with pytest.raises(RunFailed, match=r"pairs \(x, y\) or dicts .* not dict; .*batch\[.img.\]"):
         run(prefed.flower.PreFed(fraction_evaluate=0.0, retries=0), tiny_grid(app, tmp_path), 1)
 
 

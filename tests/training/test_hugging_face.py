@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -71,6 +72,46 @@ def test_it_trains_as_with_a_wrapper(make: Any) -> None:
         assert ours["test_accuracy"] == theirs["test_accuracy"]
     assert type(plain.model) is type(make())
     assert plain.model(of.client(0).x).logits.dim() == (3 if make is language_model else 2)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("make", [classifier, language_model])
+def test_masks_and_adapters_against_a_loop_by_hand(make: Any, adapters: bool) -> None:
+    """Dicts as a tokeniser gives them, all weights or LoRA's: full batches, float64."""
+    model = make().double()
+    if adapters:
+        peft = pytest.importorskip("peft")
+        target = ["c_attn"] if make is language_model else ["query", "value"]
+        lora = peft.LoraConfig(r=2, target_modules=target, fan_in_fan_out=make is language_model)
+        model = peft.get_peft_model(model, lora).double()
+    of, clients = data(make is language_model), []
+    for client in range(3):
+        x, y = of.client(client).all()
+        mask = (torch.arange(8) < torch.arange(3, 9).unsqueeze(1)).long()
+        clients.append(({"input_ids": x, "attention_mask": mask}, y))
+    result = prefed.simulate(
+        prefed.FedAvg(client_lr=0.1), model, prefed.FederatedData(clients), rounds=2,
+        local_steps=3, batch_size=None, engine="sequential",
+    )  # fmt: skip
+    server = copy.deepcopy(model)
+    for _ in range(2):
+        trained = []
+        for x, y in clients:
+            own = copy.deepcopy(server).train()
+            optimiser = torch.optim.SGD([p for p in own.parameters() if p.requires_grad], lr=0.1)
+            for _ in range(3):
+                optimiser.zero_grad()
+                logits = own(**x).logits
+                loss = nn.functional.cross_entropy(logits.flatten(0, -2), y.flatten())
+                loss.backward()
+                optimiser.step()
+            trained.append(dict(own.named_parameters()))
+        with torch.no_grad():
+            for name, p in server.named_parameters():
+                p.copy_(torch.stack([t[name] for t in trained]).mean(0))
+    wanted = dict(server.named_parameters())
+    for name, p in result.model.named_parameters():
+        torch.testing.assert_close(p, wanted[name], rtol=0, atol=1e-10)
 
 
 def test_the_vectorised_engine() -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from prefed.core.batch import Inputs, joined
 from prefed.core.errors import PrefedError
 from prefed.core.layout import Layout
 
@@ -64,12 +65,12 @@ class Buffers:
         """The names of statistics and counters."""
         return [*(entry.name for entry in self.layout.entries), *self.counters]
 
-    def watch(self, forward: Callable[[Tensor], object], x: Tensor) -> None:
+    def watch(self, forward: Callable[[Inputs], object], x: Inputs) -> None:
         """Tell them apart by two forward passes in training mode, which leave them as they are."""
         passes = [self._copies()]
         try:
             for times in (2, 3):  # BatchNorm wants more than one sample
-                forward(torch.cat([x] * times))
+                forward(joined([x] * times))
                 passes.append(self._copies())
         finally:
             for name, value in passes[0].items():

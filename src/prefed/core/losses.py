@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
+from prefed.core.batch import Ragged
 from prefed.core.errors import PrefedError
 from prefed.core.registry import Registry
 
@@ -30,7 +31,7 @@ def given_to(loss: Callable[..., Tensor]) -> list[str]:
     return list(inspect.signature(loss).parameters)[:2]
 
 
-def are_labels(y: Tensor) -> bool:
+def are_labels(y: Tensor | Ragged) -> bool:
     """Whole numbers stand for classes; but uint8, which images have, for pixels."""
     return not y.dtype.is_floating_point and y.dtype != torch.uint8
 

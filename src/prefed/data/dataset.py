@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prefed.core.batch import Inputs, Ragged, is_ragged, mapped, take, to_inputs
 from prefed.core.errors import PrefedError
 from prefed.core.losses import are_labels
 from prefed.core.registry import Registry
 from prefed.data.federated import Augment, FederatedData, Partition, Transform
+from prefed.data.samples import Pad, fill_of_targets
 
 MOST_CLASSES = 1_000_000
 
@@ -22,9 +24,10 @@ MOST_CLASSES = 1_000_000
 class Dataset:
     """A data set before it is split: training samples, test samples, and how to feed them."""
 
-    x: Tensor
-    y: Tensor
-    test: tuple[Tensor, Tensor] | None
+    x: Inputs
+    """An array; or a dict of arrays, which the model takes as keywords; or a tuple of tensors."""
+    y: Any
+    test: tuple[Inputs, Any] | None
     transform: Transform | None = None
     client: Tensor | None = None
     """A number for each training sample: whose it is by nature, for the split "natural"."""
@@ -36,9 +39,21 @@ class Dataset:
     """x of type uint8 stands for x / scale: 255 if they are pixels."""
     targets: Tensor | None = None
     """What the model is to give for x, if that is not y."""
+    pad: Pad = None
+    """What rows of unequal length are padded with, as in FederatedData."""
+
+    def __post_init__(self) -> None:
+        given = {"x": self.x, "y": self.y}
+        if self.test is not None:
+            given |= {"test x": self.test[0], "test y": self.test[1]}
+        fills = self.pad, fill_of_targets(self.pad)
+        found = [to_inputs(n, v, fills[n.endswith("y")]) for n, v in given.items()]
+        for name, value in zip(("x", "y"), found[:2], strict=True):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "test", (found[2], found[3]) if self.test is not None else None)
 
     @property
-    def wanted(self) -> Tensor:
+    def wanted(self) -> Any:
         return self.y if self.targets is None else self.targets
 
     @property
@@ -52,9 +67,15 @@ class Dataset:
         return prod(self.wanted.shape[1:])
 
     @property
+    def inputs(self) -> Any:
+        """The shape of what a model is given of a sample: of each, if there are several."""
+        return mapped(lambda leaf: tuple(leaf.shape[1:]), self.x)
+
+    @property
     def labels(self) -> int:
         """How many classes there are in y, which holds labels."""
-        count = self.classes or int(self.y.max()) + 1
+        values = self.y.used() if isinstance(self.y, Ragged) else self.y
+        count = self.classes or int(values.max()) + 1
         if count > MOST_CLASSES:
             raise PrefedError(
                 f"y: the label {count - 1} is too large: labels number the classes 0, 1, ..., as "
@@ -72,8 +93,10 @@ class Dataset:
         test = None if self.test is None else (self.test[0], self._as_targets(self.test[0]))
         return replace(self, targets=self._as_targets(self.x), test=test)
 
-    def _as_targets(self, x: Tensor) -> Tensor:
+    def _as_targets(self, x: Inputs) -> Tensor:
         """x itself where a loss knows what it stands for."""
+        if not isinstance(x, Tensor):
+            raise PrefedError('data.target: "input" needs x to be one array')
         if are_labels(x):
             raise PrefedError(f'data.target: "input" needs uint8 or floating x, not {x.dtype}')
         if x.dtype == torch.uint8 and self.scale != 255:
@@ -87,9 +110,9 @@ class Dataset:
         held, rest = order[:cut], order[cut:]
         return replace(
             self,
-            x=self.x[rest],
-            y=self.y[rest],
-            test=(self.x[held], self.wanted[held]),
+            x=take(self.x, rest),
+            y=take(self.y, rest),
+            test=(take(self.x, held), take(self.wanted, held)),
             client=None if self.client is None else self.client[rest],
             targets=None if self.targets is None else self.targets[rest],
         )
@@ -111,6 +134,7 @@ def partition(
     given: dict[str, Any] = {}
     if "keys" in inspect.signature(split).parameters:
         given["keys"] = None if dataset.client is None else np.asarray(dataset.client)
-    parts = split(np.asarray(dataset.y), generator, **given, **options)
+    labels = np.zeros(len(dataset.y), int) if is_ragged(dataset.y) else np.asarray(dataset.y)
+    parts = split(labels, generator, **given, **options)
     clients = Partition(dataset.x, dataset.wanted, parts)
     return FederatedData(clients, dataset.test, dataset.transform, dataset.augment)

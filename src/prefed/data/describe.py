@@ -67,7 +67,7 @@ def summary(dataset: Dataset) -> str:
 
 def class_counts(dataset: Dataset, data: FederatedData, clients: int | None = None) -> Any:
     """Samples of each class on each client (clients, classes), or None without labels."""
-    if dataset.y.dim() != 1 or not are_labels(dataset.y):
+    if len(dataset.y.shape) != 1 or not are_labels(dataset.y):
         return None
     assert isinstance(data.clients, Partition)
     parts, classes = data.clients.parts, dataset.labels

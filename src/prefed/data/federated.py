@@ -1,6 +1,6 @@
 """Samples, and samples divided among clients."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -8,12 +8,21 @@ import torch
 from torch import Tensor
 
 from prefed.core import draws
+from prefed.core.batch import Inputs, Ragged, leaves
 from prefed.core.errors import PrefedError
 from prefed.core.losses import are_labels
-from prefed.data.samples import Collate, Labels, LazySamples, Read, Samples, to_samples
+from prefed.data.samples import (
+    Collate,
+    Labels,
+    LazySamples,
+    Pad,
+    Read,
+    Samples,
+    to_samples,
+)
 
-Transform = Callable[[Tensor], Tensor]
-Augment = Callable[[Tensor, np.random.Generator], Tensor]
+Transform = Callable[[Inputs], Inputs]
+Augment = Callable[[Inputs, np.random.Generator], Inputs]
 """A batch of x and a generator keyed to it -> the batch with random changes."""
 
 
@@ -113,14 +122,18 @@ class FederatedData:
 
     A client is a pair (x, y) of arrays, or a data set: of torch (Dataset, Subset), of Hugging
     Face, or any with len() and samples by number. Data sets are read when a client trains, and
-    only the samples that it uses; the test set is read at once.
+    only the samples that it uses; the test set is read at once. x may be a dict of arrays, which
+    the model takes as keywords, or a tuple of tensors, which it takes in order.
 
     clients    a list of them, a partitioner of flwr-datasets, or what gives one for each number
     test       the same for all clients, or None for a run without evaluation
     transform  applied to each batch of x on its way to the model, so that x can stay uint8
     augment    applied to each batch of x before that, in training only: (x, generator) -> x
     parts      if `clients` is one data set, or one pair: the sample numbers of each client
-    x, y       the columns of a data set whose samples are dicts, such as "image" and "label"
+    x, y       the columns of a data set whose samples are dicts, such as "image" and "label"; x may
+               be a dict {keyword of the model: column}
+    pad        what rows of unequal length (lists, columns of a data set) are padded with, to the
+               longest of each batch: a number for x, or a dict by keyword; y gets "y", or -100
     collate    makes x and y of a list of samples, if pairs and columns do not say it
     client_tests  test samples of each client, in the form of `clients`; see also `hold_out`
     """
@@ -133,12 +146,13 @@ class FederatedData:
         augment: Augment | None = None,
         *,
         parts: Sequence[Any] | None = None,
-        x: str | Sequence[str] = "x",
+        x: str | Sequence[str] | Mapping[str, str] = "x",
         y: str | Sequence[str] = "y",
         collate: Collate | None = None,
+        pad: Pad = None,
         client_tests: Any = None,
     ) -> None:
-        self._read = Read(x, y, collate)
+        self.pad, self._read = pad, Read(x, y, collate, pad)
         self.clients = self._divided(clients, parts)
         if len(self.clients) == 0:
             raise PrefedError("clients: there is none")
@@ -218,7 +232,15 @@ class FederatedData:
         if not 0 < share < 1:
             raise PrefedError(f"share: should lie between 0 and 1, not {share}")
         rest, tests = (_part_of(self, share, seed, part) for part in (1, 0))
-        return FederatedData(rest, self.test, self.transform, self.augment, client_tests=tests)
+        more: dict[str, Any] = {"pad": self.pad, "client_tests": tests}
+        return FederatedData(rest, self.test, self.transform, self.augment, **more)
+
+    @property
+    def ignored(self) -> int | None:
+        """The label that targets of unequal length are padded with, if they are."""
+        some = self.client(0)
+        y = some.take(torch.arange(min(1, len(some))))[1]
+        return int(y.fill) if isinstance(y, Ragged) and are_labels(y) else None
 
     def add_noise(self, deviation: float, seed: int = 0) -> "FederatedData":
         """The same with Gaussian noise on what each client's model is given, as NIID-Bench makes
@@ -232,7 +254,7 @@ class FederatedData:
         def given(samples: Samples, where: str) -> tuple[Tensor, Tensor]:
             x, y = (None, None) if _is_lazy(samples) else samples.all()
             x = x if x is None or self.transform is None else self.transform(x)
-            if x is None or y is None or not x.dtype.is_floating_point:
+            if not isinstance(x, Tensor) or not x.dtype.is_floating_point or y is None:
                 raise PrefedError(f"{where}: noise is for arrays of floating-point numbers")
             return x, y
 
@@ -264,7 +286,7 @@ class FederatedData:
                 watched = self._watched(named or self.clients, samples, where)
                 assert isinstance(watched, LazySamples)
                 watched.check_column()
-        kinds = {(s.x.dtype, s.y.dtype) for _, s in self._checkable() if not _is_lazy(s)}
+        kinds = {_dtypes(s) for _, s in self._checkable() if not _is_lazy(s)}
         if len(kinds) > 1:
             found = " and ".join(sorted(f"({x}, {y})" for x, y in kinds))
             raise PrefedError(f"clients, test: (x, y) must have the same dtypes, found {found}")
@@ -323,6 +345,14 @@ def _is_lazy(samples: Samples) -> bool:
     return isinstance(samples, LazySamples)
 
 
+def _dtypes(samples: Samples) -> tuple[str, str]:
+    """Of x, by name if it is a dict, and of y."""
+    found = [str(leaf.dtype) for leaf in leaves(samples.x)]
+    if isinstance(samples.x, dict):
+        found = [f"{name}: {dtype}" for name, dtype in zip(samples.x, found, strict=True)]
+    return ", ".join(found), str(samples.y.dtype)
+
+
 def _check(
     where: str, samples: Samples, classes: int | None, ignored: int | None, targets: bool
 ) -> None:
@@ -330,10 +360,14 @@ def _check(
         raise PrefedError(f"{where}: it has no samples")
     if _is_lazy(samples):
         return
-    x, y = samples.x, samples.y
-    for name, values in (("x", x), ("y", y)) if targets else (("x", x),):
-        if values.dtype.is_floating_point and not bool(torch.isfinite(values).all()):
-            raise PrefedError(f"{where}: {name} has values that are not finite (NaN or infinity)")
+    y = samples.y.used() if isinstance(samples.y, Ragged) else samples.y
+    for name, values in (("x", samples.x), ("y", y)) if targets else (("x", samples.x),):
+        for leaf in leaves(values):
+            numbers = leaf.used() if isinstance(leaf, Ragged) else leaf
+            if numbers.dtype.is_floating_point and not bool(torch.isfinite(numbers).all()):
+                raise PrefedError(
+                    f"{where}: {name} has values that are not finite (NaN or infinity)"
+                )
     if classes is not None and targets and are_labels(y):
         if ignored is not None:
             y = y[y != ignored]

@@ -10,38 +10,58 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
+from prefed.core import batch
+from prefed.core.batch import Inputs, Leaf, Ragged, to_inputs
 from prefed.core.errors import PrefedError
 from prefed.core.losses import are_labels
 
 Collate = Callable[[list[Any]], tuple[Any, Any]]
 """The samples of a batch, as the data set gives them -> x and y."""
+Pad = float | Mapping[str, float] | None
+"""What rows of unequal length are padded with: in all of x, or by name, y among them."""
+
+
+def fill_of_targets(pad: Pad) -> float | None:
+    """What y is padded with: -100, which torch's losses leave out, if nothing else is said."""
+    if pad is None or not isinstance(pad, Mapping):
+        return None if pad is None else -100
+    return pad.get("y", -100)
 
 
 class Samples:
     """Inputs and targets, all of them or those that `index` names. Nothing is copied."""
 
-    def __init__(self, x: Any, y: Any, index: Tensor | None = None) -> None:
-        self.x, self.y, self.index = torch.as_tensor(x), torch.as_tensor(y), index
+    def __init__(
+        self, x: Any, y: Any, index: Tensor | None = None, pad: Pad = None, where: str = ""
+    ) -> None:
+        self.x: Inputs = to_inputs(f"{where}x", x, pad)
+        self.y: Any = to_inputs(f"{where}y", y, fill_of_targets(pad))
+        self.index = index
 
     def __len__(self) -> int:
-        return len(self.x) if self.index is None else len(self.index)
+        return batch.size(self.x) if self.index is None else len(self.index)
 
     def numbers(self, index: Tensor) -> Tensor:
         """Where in x and y the samples lie that `index` names."""
         return index if self.index is None else self.index.index_select(0, index)
 
-    def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
+    def take(self, index: Tensor) -> tuple[Inputs, Any]:
         index = self.numbers(index)
-        return self.x.index_select(0, index), self.y.index_select(0, index)
+        return batch.take(self.x, index), self.y.index_select(0, index)
 
-    def all(self) -> tuple[Tensor, Tensor]:
+    def all(self) -> tuple[Inputs, Any]:
         if self.index is None:
             return self.x, self.y
-        return self.x.index_select(0, self.index), self.y.index_select(0, self.index)
+        return batch.take(self.x, self.index), self.y.index_select(0, self.index)
 
     def part(self, index: Tensor) -> Self:
         """Those that `index` names, of a whole."""
         return type(self)(self.x, self.y, index)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Batches of equally many samples may differ in shape."""
+        return batch.is_ragged(self.x, self.y)
 
     def is_of(self, other: "Samples") -> bool:
         """Both are parts of one whole."""
@@ -53,20 +73,26 @@ class Samples:
 class Read:
     """How the samples that a data set gives become x and y.
 
-    x, y     the columns, where a sample is a dict; several columns of numbers become one vector
+    x, y     the columns, where a sample is a dict; several columns of numbers become one vector,
+             and a dict {keyword of the model: column} becomes a dict
     collate  the user's own way, which is handed a list of samples
+    pad      what rows of unequal length are padded with
     """
 
-    x: str | Sequence[str] = "x"
+    x: str | Sequence[str] | Mapping[str, str] = "x"
     y: str | Sequence[str] = "y"
     collate: Collate | None = None
+    pad: Pad = None
 
-    def __call__(self, rows: list[Any]) -> tuple[Tensor, Tensor]:
+    def __call__(self, rows: list[Any]) -> tuple[Inputs, Any]:
         if self.collate is not None:
             x, y = self.collate(rows)
-            return torch.as_tensor(x), torch.as_tensor(y)
+            return to_inputs("x", x, self.pad), to_inputs("y", y, fill_of_targets(self.pad))
         if isinstance(rows[0], Mapping):
-            inputs, targets = (self._column(rows, w) for w in ("x", "y"))
+            if isinstance(self.x, Mapping):
+                found = {k: self._column(rows, "x", column) for k, column in self.x.items()}
+                return self._stacked(found, self._column(rows, "y", self.y))
+            inputs, targets = self._column(rows, "x", self.x), self._column(rows, "y", self.y)
         elif isinstance(rows[0], tuple | list) and len(rows[0]) == 2:
             inputs, targets = ([row[place] for row in rows] for place in (0, 1))
         else:
@@ -74,10 +100,20 @@ class Read:
                 f"clients: a sample should be a pair (x, y) or a dict, not "
                 f"{type(rows[0]).__name__}; give `collate`, which makes x and y of samples"
             )
-        return _stack("x", [_image(value) for value in inputs]), _stack("y", targets)
+        if isinstance(inputs[0], Mapping):
+            return self._stacked({k: [row[k] for row in inputs] for k in inputs[0]}, targets)
+        fill = None if isinstance(self.pad, Mapping) else self.pad
+        return _stack("x", [_image(value) for value in inputs], fill), self._targets(targets)
 
-    def _column(self, rows: list[Any], which: str) -> list[Any]:
-        name = getattr(self, which)
+    def _stacked(self, columns: dict[str, list[Any]], targets: list[Any]) -> tuple[Inputs, Any]:
+        fills = self.pad if isinstance(self.pad, Mapping) else dict.fromkeys(columns, self.pad)
+        found = {name: _stack(name, col, fills.get(name)) for name, col in columns.items()}
+        return found, self._targets(targets)
+
+    def _targets(self, targets: list[Any]) -> Leaf:
+        return _stack("y", targets, fill_of_targets(self.pad))
+
+    def _column(self, rows: list[Any], which: str, name: str | Sequence[str]) -> list[Any]:
         names = [name] if isinstance(name, str) else name
         if missing := [n for n in names if n not in rows[0]]:
             raise PrefedError(
@@ -101,18 +137,20 @@ class Labels:
     ignored: int | None
     whose: Callable[[int], str]
 
-    def wrong(self, y: Tensor) -> Tensor:
+    def wrong(self, y: Any) -> Tensor:
         """The numbers of the samples in y that have another label."""
-        beyond = (y < 0) | (y >= self.classes)
+        if isinstance(y, Ragged):
+            y = Ragged(y.values, y.starts, y.lengths, self.ignored or 0).padded()
+        beyond: Tensor = (y < 0) | (y >= self.classes)
         if self.ignored is not None:
             beyond &= y != self.ignored
         return beyond.reshape(len(y), -1).any(1).nonzero().flatten()
 
-    def check(self, y: Tensor, numbers: Sequence[int]) -> None:
+    def check(self, y: Any, numbers: Sequence[int]) -> None:
         """Raise for the first of these samples whose label is none of them."""
         if not are_labels(y) or not len(rows := self.wrong(y)):
             return
-        number, found = numbers[int(rows[0])], y[rows[0]].flatten()
+        number, found = numbers[int(rows[0])], batch.padded(y.index_select(0, rows[:1])).flatten()
         label = int(found[self.wrong(found)[0]])
         raise PrefedError(
             f"{self.whose(number)}: sample {number} of its data set has the label {label}, "
@@ -137,20 +175,20 @@ class LazySamples(Samples):
         return len(self.dataset) if self.index is None else len(self.index)
 
     @property
-    def x(self) -> Tensor:  # type: ignore[override]
+    def x(self) -> Inputs:
         """All of them, read now."""
         return self.all()[0]
 
     @property
-    def y(self) -> Tensor:  # type: ignore[override]
+    def y(self) -> Any:
         return self.all()[1]
 
-    def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
+    def take(self, index: Tensor) -> tuple[Inputs, Any]:
         once, places = torch.unique(self.numbers(index), return_inverse=True)
         x, y = self._fetch(once.tolist())
-        return x.index_select(0, places), y.index_select(0, places)
+        return batch.take(x, places), y.index_select(0, places)
 
-    def all(self) -> tuple[Tensor, Tensor]:
+    def all(self) -> tuple[Inputs, Any]:
         return self._fetch(list(range(len(self))) if self.index is None else self.index.tolist())
 
     def part(self, index: Tensor) -> Self:
@@ -169,10 +207,14 @@ class LazySamples(Samples):
             if len(wrong := self.labels.wrong(column)):
                 self.take(wrong[:1])
 
+    @property
+    def is_ragged(self) -> bool:
+        return self.read.pad is not None
+
     def is_of(self, other: Samples) -> bool:
         return isinstance(other, LazySamples) and self.dataset is other.dataset
 
-    def _fetch(self, numbers: list[int]) -> tuple[Tensor, Tensor]:
+    def _fetch(self, numbers: list[int]) -> tuple[Inputs, Any]:
         many = getattr(self.dataset, "__getitems__", None)  # torch's name for many at a time
         with _READING:
             rows = many(numbers) if many else [self.dataset[number] for number in numbers]
@@ -209,10 +251,12 @@ def to_samples(item: Any, where: str, read: Read) -> Samples:
         return _of_dataset(item, where, read)
     try:
         x, y = item
-        made = Samples(x, y)
+        made = Samples(x, y, pad=read.pad, where=f"{where}: ")
+    except PrefedError:
+        raise
     except (TypeError, ValueError, RuntimeError) as error:
         raise PrefedError(f"{where}: should be a pair (x, y) of arrays: {error}") from None
-    if made.x.dim() == 0 or len(made.x) != len(made.y):
+    if not (batch.leaves(made.x)[0].shape and made.y.shape) or len(made) != len(made.y):
         raise PrefedError(f"{where}: x and y should have the same number of samples")
     return made
 
@@ -247,7 +291,7 @@ def _image(value: Any) -> Any:
     return pixels.to(torch.get_default_dtype()).div_(255)
 
 
-def _stack(which: str, values: list[Any]) -> Tensor:
+def _stack(which: str, values: list[Any], fill: float | None = None) -> Leaf:
     try:
         tensors = [_tensor(value) for value in values]
     except (TypeError, ValueError, RuntimeError):
@@ -255,11 +299,14 @@ def _stack(which: str, values: list[Any]) -> Tensor:
             f"{which}: is of type {type(values[0]).__name__}, which does not become one array; "
             f"let the data set give numbers of one shape, or give `collate`"
         ) from None
+    if fill is not None and tensors[0].dim() and len({t.shape[1:] for t in tensors}) == 1:
+        return Ragged.of(tensors, fill)
     if len(shapes := {tuple(t.shape) for t in tensors}) > 1:
         a, b, *_ = sorted(shapes)
         raise PrefedError(
             f"{which}: samples have shapes {a} and {b}; bring them to one shape "
-            f"in the data set (cut, pad, resize), or give `collate`"
+            f"in the data set (cut, resize), say what they are padded with (pad=0), or give "
+            f"`collate`"
         )
     return torch.stack(tensors)
 

@@ -129,7 +129,7 @@ class Config(Settings):
         """The model with its first weights, for the inputs and outputs of the data set."""
         by_numbers = self.loss is not None and LOSSES.get(self.loss.name) in OF_NUMBERS
         classes = dataset.numbers if by_numbers else dataset.outputs
-        given = {"inputs": tuple(dataset.x.shape[1:]), "classes": classes}
+        given = {"inputs": dataset.inputs, "classes": classes}
         build = MODELS.get(self.model.name)
         wanted = inspect.signature(build).parameters
         with torch.random.fork_rng():

@@ -102,7 +102,7 @@ def _own_data(data: FederatedData, samples: Any) -> FederatedData:
         def __getitem__(self, client: int) -> Any:
             return samples
 
-    made = FederatedData(Own(), data.test, data.transform, data.augment)
+    made = FederatedData(Own(), data.test, data.transform, data.augment, pad=data.pad)
     found, wanted = made.client(0).y, data.client(0).y
     if are_labels(found) != are_labels(wanted):
         raise PrefedError(f"y of this node is {found.dtype}, that of the config {wanted.dtype}")

@@ -10,7 +10,8 @@ or, with a training loop of one's own around prefed.optim.Covariance, `load_stat
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from glob import escape
 from typing import Any, cast
 
@@ -20,6 +21,8 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from prefed.algorithms import ALGORITHMS, Algorithm
+from prefed.core import batch
+from prefed.core.batch import Inputs
 from prefed.core.errors import PrefedError
 from prefed.core.flat_model import FlatModel
 from prefed.core.layout import Layout
@@ -44,7 +47,7 @@ from prefed.training.round import (
 )
 from prefed.training.task import Loss
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Inputs, Tensor]
 
 
 def local_train(
@@ -66,22 +69,18 @@ def local_train(
     """
     asked = _Asked(message.content)
     algorithm = algorithm or asked.algorithm()
-    steps = list(batches)
+    steps = [_pair(of_step) for of_step in batches]
     if not steps:
         raise PrefedError("batches: there is none")
-    if not all(isinstance(batch, tuple | list) and len(batch) == 2 for batch in steps):
-        raise PrefedError(
-            f"batches: should be pairs (x, y), not {type(steps[0]).__name__}; from dicts make "
-            f'them so: [(batch["img"], batch["label"]) for batch in trainloader]'
-        )
-    count = samples if samples is not None else sum(len(x) for x, _ in steps)
+    count = samples if samples is not None else sum(len(y) for _, y in steps)
     metrics = MetricRecord({p.SAMPLES: count, p.STEPS: len(steps), p.TRAINED: asked.round})
     if asked.question:
         answer = {"arrays": asked.arrays, p.STATE: asked.state, "metrics": metrics}
         return Message(RecordDict(answer), reply_to=message)
     flat, size = asked.load(model, algorithm)
     with torch.no_grad(), torch.random.fork_rng():
-        flat.buffers.watch(model, steps[0][0][:2].to(flat.weights.device))
+        some = batch.moved(batch.part(steps[0][0], slice(0, 2)), flat.weights.device)
+        flat.buffers.watch(partial(batch.call, model), some)
     order = _Order(asked.shape.layout, flat.shared)
     start = flat.weights.clone()
     weights, buffers = asked.shape.read(asked.arrays)
@@ -287,6 +286,18 @@ class _Order:
             raise PrefedError('shape="full" needs a model without frozen parameters')
 
 
+def _pair(found: Any) -> Batch:
+    """x and y of a batch: a pair, or a dict with "labels", as loaders of Hugging Face have."""
+    if isinstance(found, Mapping) and "labels" in found:
+        return {name: value for name, value in found.items() if name != "labels"}, found["labels"]
+    if isinstance(found, tuple | list) and len(found) == 2:
+        return found[0], found[1]
+    raise PrefedError(
+        f'batches: should be pairs (x, y) or dicts with "labels", not {type(found).__name__}; from '
+        f'other dicts make pairs: [(batch["img"], batch["label"]) for batch in trainloader]'
+    )
+
+
 class _Block(Block):
     """One client, on batches that the user made."""
 
@@ -297,9 +308,9 @@ class _Block(Block):
         self.weights, self.gradient = flat.weights[None], flat.gradient[None]
 
     def differentiate(self, k: int) -> Tensor:
-        x, y = (part.to(self.weights.device) for part in self.batches[k])
+        x, y = (batch.moved(part, self.weights.device) for part in self.batches[k])
         self.flat.gradient.zero_()
-        loss = self.loss(tensor_of(self.flat.module(x)), y)
+        loss = self.loss(tensor_of(batch.call(self.flat.module, x)), y)
         loss.backward()
         return loss.detach()[None]
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from prefed.core import draws
+from prefed.core import batch, draws
+from prefed.core.batch import Inputs
 from prefed.data.federated import Augment, FederatedData
 from prefed.data.samples import LazySamples, Samples
 from prefed.training.settings import Settings
@@ -48,8 +49,8 @@ def sample_numbers(settings: Settings, round: int, client: int, samples: int) ->
 
 
 def augmented(
-    augment: Augment, x: Tensor, settings: Settings, round: int, client: int, step: int
-) -> Tensor:
+    augment: Augment, x: Inputs, settings: Settings, round: int, client: int, step: int
+) -> Inputs:
     """The batch of a step with its random changes, which depend on this key alone."""
     return augment(x, draws.generator(settings.seed, "augment", round, client, step))
 
@@ -77,13 +78,13 @@ class Batches:
     def __len__(self) -> int:
         return len(self.parts)
 
-    def __getitem__(self, k: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, k: int) -> tuple[Inputs, Tensor]:
         if k not in self.steps:
             self._gather(k)
         part = self.parts[k]
         if part.stop is not None:
             part = slice(part.start - self.first, part.stop - self.first)
-        x, y = self.x[part], self.y[part]
+        x, y = (batch.padded(batch.part(values, part)) for values in (self.x, self.y))
         if self.augment is not None:
             x = augmented(self.augment, x, self.settings, self.round, self.client, k)
         return x, y
@@ -97,9 +98,12 @@ class Batches:
             if isinstance(samples, LazySamples):  # read each sample once a pass, or once a round
                 most = len(samples) if self.settings.local_epochs else len(self.numbers)
             else:
-                most = TOGETHER // max(1, samples.x[:1].numel())
+                first = batch.part(samples.x, slice(0, 1))
+                most = TOGETHER // max(1, sum(leaf.numel() for leaf in batch.leaves(first)))
             self.first = self.parts[k].start
             last = bisect_right(self.parts, self.first + most, k + 1, key=lambda part: part.stop)
             self.steps = range(k, last)
             x, y = samples.take(self.numbers[self.first : self.parts[last - 1].stop])
-        self.x, self.y = (x, y) if self.device is None else (x.to(self.device), y.to(self.device))
+        if self.device is not None:
+            x, y = batch.moved(x, self.device), y.to(self.device)
+        self.x, self.y = x, y

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from prefed.core import draws
+from prefed.core import batch, draws
+from prefed.core.batch import Inputs
 from prefed.core.errors import PrefedError
 from prefed.core.losses import WITH_CLASSES, are_labels, count_correct, ignored_label, is_one_of
 from prefed.data.samples import Samples
@@ -167,6 +168,8 @@ def score(task: Task, clients: Sequence[Samples], together: bool = True) -> list
     training = task.flat.module.training
     task.flat.module.eval()
     found: list[Score] = []
+    if any(samples.is_ragged for samples in clients[:1]):
+        together = False  # each is padded to its own longest
     most = task.evaluation_batch if together else 0
     for group in _groups([len(samples) for samples in clients], most):
         if len(group) == 1:
@@ -216,11 +219,11 @@ def _together(task: Task, clients: Sequence[Samples]) -> list[Score]:
     return found
 
 
-def joined(clients: Sequence[Samples]) -> tuple[Tensor, Tensor]:
+def joined(clients: Sequence[Samples]) -> tuple[Inputs, Tensor]:
     """The samples of several clients, one after another; in one go if they share a data set."""
     whole = clients[0]
     if all(s.is_of(whole) and s.index is not None for s in clients):
         index = torch.cat([s.index for s in clients if s.index is not None])
         return whole.part(index).all()
     xs, ys = zip(*(samples.all() for samples in clients), strict=True)
-    return torch.cat(xs), torch.cat(ys)
+    return batch.joined(xs), torch.cat(ys)

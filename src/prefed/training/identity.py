@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from prefed.algorithms import ALGORITHMS, Algorithm
+from prefed.core.batch import Ragged, leaves
 from prefed.core.plain import name_of, plain
 from prefed.data import FederatedData, Partition
 from prefed.data.samples import LazySamples, Samples
@@ -61,7 +62,9 @@ def _values(samples: Samples) -> tuple[Tensor, ...]:
     time."""
     if isinstance(samples, LazySamples):
         return (torch.tensor(len(samples)),)
-    return samples.all()
+    x, y = samples.all()
+    arrays = [[v.used(), v.lengths] if isinstance(v, Ragged) else [v] for v in (*leaves(x), y)]
+    return tuple(array for of_one in arrays for array in of_one)
 
 
 def _hash(*arrays: Tensor) -> str:

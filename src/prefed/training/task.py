@@ -4,11 +4,13 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from prefed.core import batch
+from prefed.core.batch import Inputs, leaves
 from prefed.core.draws import torch_seed
 from prefed.core.errors import PrefedError
 from prefed.core.flat_model import FlatModel
@@ -18,6 +20,7 @@ from prefed.core.losses import (
     are_labels,
     by_targets,
     count_correct,
+    cross_entropy,
     ignored_label,
     is_one_of,
     make_loss,
@@ -74,6 +77,8 @@ class Task:
         self.flat = FlatModel(model, personal)
         self.precision = precision
         self.loss = make_loss(loss) if isinstance(loss, str) else loss or by_targets
+        if self.loss in (by_targets, cross_entropy) and data.ignored is not None:
+            self.loss = make_loss("cross_entropy", ignore_index=data.ignored)
         self.transform = data.transform
         self.device = device
         self.randomness: Literal["none", "dropout", "generator"] = "none"
@@ -122,28 +127,28 @@ class Task:
                 torch.cuda.manual_seed(seed)
         return KeyedDropout(keys([seed], self.device)[0])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Inputs) -> Tensor:
         """The model's output, in the precision of its weights whatever the precision inside."""
-        x = x.to(self.device)
+        x = batch.moved(batch.padded(x), self.device)
         x = self.transform(x) if self.transform else x
-        if self.channels_last and x.dim() == 4:
-            x = x.to(memory_format=torch.channels_last)
+        if self.channels_last:
+            x = batch.mapped(_channels_last, x)
         with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bfloat16"):
-            output = tensor_of(self.flat.module(x))
+            output = tensor_of(batch.call(self.flat.module, x))
         return output.to(self.flat.weights.dtype) if self.precision == "bfloat16" else output
 
-    def gradient(self, x: Tensor, y: Tensor, seed: int) -> Tensor:
+    def gradient(self, x: Inputs, y: Tensor, seed: int) -> Tensor:
         """The loss of a batch; its gradient goes into `flat.gradient`."""
         self.flat.gradient.zero_()
         with self.seeded(seed):
             output = self.forward(x)
-        loss = self.loss(output, y.to(self.device))
+        loss = self.loss(output, batch.padded(y).to(self.device))
         loss.backward()
         return loss.detach()
 
     @torch.no_grad()
     def evaluate(
-        self, x: Tensor, y: Tensor, see: Callable[[Tensor, Tensor], None] = lambda output, y: None
+        self, x: Inputs, y: Any, see: Callable[[Tensor, Tensor], None] = lambda output, y: None
     ) -> tuple[float, float | None]:
         """Mean loss, and accuracy if the targets are labels. The model's mode is left as it was.
 
@@ -153,15 +158,16 @@ class Task:
         self.flat.module.eval()
         loss, samples, right, counted = 0.0, 0.0, 0, 0
         size = self.evaluation_batch
-        for x_part, y_part in zip(x.split(size), y.split(size), strict=True):
-            output, target = self.forward(x_part), y_part.to(self.device)
+        for x_part, y_part in zip(batch.parts(x, size), batch.parts(y, size), strict=True):
+            output, target = self.forward(x_part), batch.padded(y_part).to(self.device)
             found, share = count_correct(self.loss, output, target), 1.0
             correct, of = found or (0, 0)
+            weight = target.numel() if batch.is_ragged(y) else len(target)
             if found is not None and ignored_label(self.loss) is not None:
-                share = of / y_part.numel()
+                share = of / target.numel()
             if share:
-                loss += float(self.loss(output, target)) * len(x_part) * share
-            samples, right, counted = samples + len(x_part) * share, right + correct, counted + of
+                loss += float(self.loss(output, target)) * weight * share
+            samples, right, counted = samples + weight * share, right + correct, counted + of
             see(output, target)
         self.flat.module.train(training)
         return loss / samples if samples else math.nan, right / counted if counted else None
@@ -185,7 +191,7 @@ class Task:
         try:
             module.eval()
             x, _ = data.client(0).take(torch.arange(1))
-            self.forward(torch.cat([x, x]))  # BatchNorm wants more than one sample
+            self.forward(batch.joined([x, x]))  # BatchNorm wants more than one sample
         finally:
             for handle in handles:
                 handle.remove()
@@ -195,19 +201,23 @@ class Task:
     def check(self, data: FederatedData) -> None:
         """Try the model, the loss and the data on each other before anything is trained."""
         x, y = data.client(0).take(torch.arange(min(2, len(data.client(0)))))
-        if len(x) == 0:
+        if len(y) == 0:
             raise PrefedError("clients[0]: it has no samples")
+        x, y = batch.padded(x), batch.padded(y)
         dtype, fed = self.flat.weights.dtype, self.transform(x) if self.transform else x
-        if fed.dtype.is_floating_point and fed.dtype != dtype:
-            raise PrefedError(
-                f"clients, model: mixed dtypes, x is {fed.dtype} and the model {dtype}; "
-                f"convert one of them"
-            )
+        for given in {leaf.dtype for leaf in leaves(fed)} - {dtype}:
+            if given.is_floating_point:
+                raise PrefedError(
+                    f"clients, model: mixed dtypes, x is {given} and the model {dtype}; "
+                    f"convert one of them"
+                )
         training = self.flat.module.training
         try:
             with torch.no_grad():
-                output = tensor_of(self.flat.module.eval()(fed.to(self.device)))
-            self.numbers_out = max(1, output.numel() // len(fed))
+                output = tensor_of(
+                    batch.call(self.flat.module.eval(), batch.moved(fed, self.device))
+                )
+            self.numbers_out = max(1, output.numel() // len(y))
             self._check_targets(data, output, y)
             self._check_classes(fed, output, y)
             with torch.no_grad():
@@ -235,24 +245,25 @@ class Task:
         with_classes = is_one_of(self.loss, WITH_CLASSES)
         data.check(classes if with_classes else None, ignored_label(self.loss))
 
-    def _check_classes(self, x: Tensor, output: Tensor, y: Tensor) -> None:
+    def _check_classes(self, x: Inputs, output: Tensor, y: Tensor) -> None:
         """An output (N, T, C) is no error where T is C, but trains on nonsense: see whether it gets
         shorter with its input where the classes should be."""
         square = output.dim() == 3 and output.shape[1] == output.shape[2] == y.shape[-1] > 1
         if not square or not is_one_of(self.loss, WITH_CLASSES) or not are_labels(y):
             return
         with torch.no_grad(), suppress(Exception):
-            shorter = tensor_of(self.flat.module(x[:, :-1].to(self.device)))
+            less = batch.mapped(lambda leaf: leaf[:, :-1].to(self.device), x)
+            shorter = tensor_of(batch.call(self.flat.module, less))
             if shorter.shape[1:] == (output.shape[1] - 1, output.shape[2]):
                 output = shorter
         if output.shape[1] != output.shape[2]:
             raise PrefedError(f"model: its classes are last, as in {tuple(output.shape)}{FIRST}")
 
-    def _check_gradient(self, x: Tensor, y: Tensor) -> None:
+    def _check_gradient(self, x: Inputs, y: Tensor) -> None:
         """One backward pass, which must reach the flat vector: TorchScript holds parameters of its
         own. A gradient that is 0 may be right, if there is one."""
         flat, devices = self.flat, [self.device] if self.device.type == "cuda" else []
-        x, y = torch.cat([x, x]), torch.cat([y, y])  # BatchNorm wants more than one sample
+        x, y = batch.joined([x, x]), torch.cat([y, y])  # BatchNorm wants more than one sample
         statistics = flat.read_buffers()
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             flat.module.train()
@@ -281,7 +292,7 @@ class Task:
                 )
             )
 
-    def _find_randomness(self, x: Tensor) -> Literal["none", "dropout", "generator"]:
+    def _find_randomness(self, x: Inputs) -> Literal["none", "dropout", "generator"]:
         """Watch forward passes in training mode, which also tell what buffers are."""
         mode = KeyedDropout(keys([0], self.device)[0])
         devices = [self.device] if self.device.type == "cuda" else []
@@ -306,9 +317,12 @@ def _refuse_lazy(model: nn.Module) -> None:
             )
 
 
-def _hint(task: Task, x: Tensor, y: Tensor) -> str:
+def _hint(task: Task, x: Inputs, y: Tensor) -> str:
     """What is probably meant, where model, loss and data do not fit in a well-known way."""
-    if x.dim() == 4 and x.shape[-1] in (1, 3, 4) and x.shape[1] not in (1, 3, 4):
+    if isinstance(x, dict):
+        return f"; x is a dict, and the model is given {', '.join(x)} as keywords"
+    shape = x.shape if isinstance(x, Tensor) and x.dim() == 4 else ()
+    if shape and shape[-1] in (1, 3, 4) and shape[1] not in (1, 3, 4):
         return (
             f"; x looks like images with the channels last {tuple(x.shape[1:])}: torch wants them "
             f"first, x.permute(0, 3, 1, 2)"
@@ -321,6 +335,10 @@ def _hint(task: Task, x: Tensor, y: Tensor) -> str:
             if output.shape[:-1] == y.shape:
                 return f"; the output {tuple(output.shape)} has its classes last{FIRST}"
     return ""
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
 
 
 def _lay_out(module: nn.Module, format: torch.memory_format) -> None:

@@ -2,18 +2,22 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional
 
+from prefed.core import batch
+from prefed.core.batch import Inputs
 from prefed.core.losses import WITH_CLASSES, are_labels, by_targets, squared_error, tensor_of
 from prefed.rules import State
 from prefed.training.engines import linear_chains
 from prefed.training.keyed_dropout import KeyedDropout
 from prefed.training.task import Loss, Task
 
-Losses = Callable[[State, State, Tensor, Tensor, Tensor], Tensor]
+Losses = Callable[[State, State, Inputs, Tensor, Tensor], Tensor]
 """(parameters, buffers, x, y, keys of dropout), each with a row a client -> losses (C)."""
 
 
@@ -42,15 +46,20 @@ def gradients_of(task: Task) -> linear_chains.Differentiate | None:
 def by_vmap(task: Task) -> Losses:
     caught = task.randomness == "dropout" or task.attends
 
-    def one(weights: State, buffers: State, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
+    def one(weights: State, buffers: State, x: Inputs, y: Tensor, key: Tensor) -> Tensor:
         if task.transform:
             x = task.transform(x)
+        model = partial(_functional, task.flat.module, {**weights, **buffers})
         with KeyedDropout(key, plain=True) if caught else nullcontext():
-            output = functional_call(task.flat.module, {**weights, **buffers}, (x,))
+            output = batch.call(model, x)
         return task.loss(tensor_of(output), y)
 
     mapped: Losses = vmap(one)
     return mapped
+
+
+def _functional(module: nn.Module, weights: State, *given: Tensor, **named: Tensor) -> Any:
+    return functional_call(module, weights, given, named)
 
 
 def _by_targets(output: Tensor, y: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
+from prefed.core import batch
+from prefed.core.batch import Inputs
 from prefed.core.errors import PrefedError
 from prefed.core.layout import Entry, Layout
 from prefed.data import FederatedData
@@ -73,17 +75,17 @@ class Compiled(Vectorised):
         rule: Rule,
         point: "_Point",
         state: State,
-        batches: list[tuple[Tensor, Tensor, Tensor]],
+        batches: list[tuple[Inputs, Tensor, Tensor]],
         lr: float,
         first: int,
     ) -> Tensor:
         losses = torch.zeros_like(point.shares)
-        for k, batch in enumerate(batches):
-            losses = losses + self._differentiate(point, *batch)
+        for k, of_step in enumerate(batches):
+            losses = losses + self._differentiate(point, *of_step)
             local_step(algorithm, rule, point, state, lr, first + k)
         return losses
 
-    def _differentiate(self, point: "_Point", x: Tensor, y: Tensor, keys: Tensor) -> Tensor:
+    def _differentiate(self, point: "_Point", x: Inputs, y: Tensor, keys: Tensor) -> Tensor:
         layout = self.task.flat.layout
         parameters = cut(layout, point.weights)
         if (direct := self.direct_gradients(y)) is not None:
@@ -94,7 +96,7 @@ class Compiled(Vectorised):
         point.gradient = join(layout, found)
         return losses
 
-    def _loss(self, parameters: State, x: Tensor, y: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def _loss(self, parameters: State, x: Inputs, y: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         losses = self.losses(parameters, {}, x, y, keys)
         return losses.sum(), losses
 
@@ -147,9 +149,9 @@ class CompiledBlock(VectorisedBlock):
             batches, first = [], steps * part // parts
             for k in range(first, steps * (part + 1) // parts):
                 x, y = group.batch(k)
-                batches.append((x.to(device), y.to(device), self.keys(k)))
+                batches.append((batch.moved(x, device), y.to(device), self.keys(k)))
             point = _Point(self.weights, self.gradient, self.shares)
-            with self.engine.compiling_lock(group.x.shape, first):
+            with self.engine.compiling_lock(len(self.clients), batch.kind(group.x), first):
                 losses += self.engine.compiled_steps(
                     algorithm, rule, point, state, batches, lr, first
                 )

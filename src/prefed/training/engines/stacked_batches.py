@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from prefed.core import batch
+from prefed.core.batch import Inputs
 from prefed.core.errors import PrefedError
 from prefed.core.losses import are_labels
 from prefed.data import FederatedData, Samples
@@ -16,7 +18,7 @@ from prefed.data.samples import LazySamples
 from prefed.training.batches import Batches, sample_numbers
 from prefed.training.settings import Settings
 
-Part = tuple[slice | Tensor, Tensor, Tensor]
+Part = tuple[slice | Tensor, Inputs, Tensor]
 """Rows of a block, and their x and y (n, batch, ...)."""
 
 
@@ -36,7 +38,7 @@ class Group:
 
     rows: slice | Tensor
     """Which rows of the block they are."""
-    x: Tensor
+    x: Inputs
     """(n, all samples of the round, ...)"""
     y: Tensor
     size: int | None = None
@@ -49,12 +51,12 @@ class Group:
     def ignores(self, y: Tensor) -> bool:
         return self._ignores
 
-    def batch(self, k: int) -> tuple[Tensor, Tensor]:
+    def batch(self, k: int) -> tuple[Inputs, Tensor]:
         """x and y of step k, (n, batch, ...)."""
         if self.size is None:
             return self.x, self.y
         part = slice(k * self.size, (k + 1) * self.size)
-        return self.x[:, part], self.y[:, part]
+        return batch.mapped(lambda leaf: leaf[:, part], self.x), self.y[:, part]
 
     def batches(self, k: int) -> Iterator[Part]:
         yield self.rows, *self.batch(k)
@@ -71,15 +73,15 @@ class Unequal:
         return _some_ignored(y)
 
     def batches(self, k: int) -> Iterator[Part]:
-        alike: dict[torch.Size, list[tuple[int, Tensor, Tensor]]] = {}
+        alike: dict[object, list[tuple[int, Inputs, Tensor]]] = {}
         for row, batches in enumerate(self.clients):
             if k >= len(batches):
                 break
             x, y = batches[k]
-            alike.setdefault(x.shape, []).append((row, x, y))
+            alike.setdefault((y.shape, batch.kind(x)), []).append((row, x, y))
         for found in alike.values():
             rows, xs, ys = zip(*found, strict=True)
-            yield _rows(rows), torch.stack(xs), torch.stack(ys)
+            yield _rows(rows), batch.stacked(xs), torch.stack(ys)
 
 
 def gather(
@@ -92,15 +94,16 @@ def gather(
 ) -> list[Stack]:
     """Stacks of at most `most` clients, if their batches are alike. A loss cannot be told to leave
     padding out, so full batches are grouped by size."""
-    size = settings.batch_size
-    if size is not None and data.augment is None and _are_equal(data, clients, settings):
+    size, ragged = settings.batch_size, data.client(clients[0]).is_ragged
+    plain = size is not None and data.augment is None and not ragged
+    if plain and _are_equal(data, clients, settings):
         return [
             _drawn(data, clients, slice(start, start + most), round, settings, device)
             for start in range(0, len(clients), most)
         ]
     augment = data.augment
     batches = [Batches(data.client(c), c, round, settings, augment, device) for c in clients]
-    if size is not None or augment is not None:
+    if size is not None or augment is not None or ragged:
         return [Unequal(batches)]
     alike: dict[int, list[int]] = {}
     for row, of_one in enumerate(batches):
@@ -110,7 +113,7 @@ def gather(
         for start in range(0, len(members), most):
             part = members[start : start + most]
             xs, ys = zip(*(batches[row][0] for row in part), strict=True)
-            groups.append(Group(_rows(part), torch.stack(xs), torch.stack(ys)))
+            groups.append(Group(_rows(part), batch.stacked(xs), torch.stack(ys)))
     return groups
 
 
@@ -144,7 +147,7 @@ def _drawn(
     if len(indices) == len(samples) and all(s.is_of(first) for s in samples):
         starts = torch.tensor([0, *sizes[:-1]]).cumsum(0).unsqueeze(1)
         x, y = first.part(torch.cat(indices)).take((starts + drawn).view(-1))
-        x, y = x.unflatten(0, drawn.shape), y.unflatten(0, drawn.shape)
+        x, y = (batch.mapped(lambda leaf: leaf.unflatten(0, drawn.shape), v) for v in (x, y))
     else:
         if any(isinstance(s, LazySamples) for s in samples):  # read what was drawn, and no more
             samples = [Samples(*s.take(i)) for s, i in zip(samples, drawn, strict=True)]
@@ -155,18 +158,22 @@ def _drawn(
                     f"clients[{client}]: its samples are not of the shape and type of those of "
                     f"clients[{clients[0]}]"
                 )
-        x = first.x.new_empty((*drawn.shape, *first.x.shape[1:]))
-        y = first.y.new_empty((*drawn.shape, *first.y.shape[1:]))
-        for s, index, x_row, y_row in zip(samples, drawn, x, y, strict=True):
-            index = s.numbers(index)
-            torch.index_select(s.x, 0, index, out=x_row)
-            torch.index_select(s.y, 0, index, out=y_row)
-    return Group(rows, x.to(device), y.to(device), settings.batch_size)
+        index = [s.numbers(of_one) for s, of_one in zip(samples, drawn, strict=True)]
+        x = batch.mapped(partial(_side_by_side, index), *(s.x for s in samples))
+        y = _side_by_side(index, *(s.y for s in samples))
+    return Group(rows, batch.moved(x, device), y.to(device), settings.batch_size)
+
+
+def _side_by_side(index: list[Tensor], *arrays: Tensor) -> Tensor:
+    """The rows that are named of each, (n, rows, ...)."""
+    found = arrays[0].new_empty((len(index), len(index[0]), *arrays[0].shape[1:]))
+    for values, rows, into in zip(arrays, index, found, strict=True):
+        torch.index_select(values, 0, rows, out=into)
+    return found
 
 
 def _kind(samples: Samples) -> tuple[object, ...]:
-    x, y = samples.x, samples.y
-    return x.shape[1:], y.shape[1:], x.dtype, y.dtype
+    return batch.kind(samples.x), batch.kind(samples.y)
 
 
 def _rows(members: Sequence[int]) -> slice | Tensor:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
+from prefed.core import batch
+from prefed.core.batch import Inputs
 from prefed.core.losses import WITH_CLASSES, are_labels
 from prefed.core.machine import total_memory
 from prefed.data import FederatedData
@@ -121,13 +123,13 @@ class Vectorised:
             return "mixed precision"
         samples, training, buffers = self.data.client(0), flat.module.training, flat.read_buffers()
         zero = torch.zeros(2, dtype=torch.int64)  # steps
-        x, y = samples.take(torch.arange(4) % len(samples))
+        x, y = map(batch.padded, samples.take(torch.arange(4) % len(samples)))
         try:
             flat.module.train()
             task.gradient(x, y, seed=0)
             expected = torch.cat([flat.gradient, flat.read_buffers()])
             flat.write_buffers(buffers, zero[0])
-            pair = Group(slice(0, 2), torch.stack([x, x]), torch.stack([y, y]))
+            pair = Group(slice(0, 2), batch.stacked([x, x]), torch.stack([y, y]))
             block = self.make_block([0, 0], [1, 1], [pair], [0, 0])
             block.weights.copy_(flat.weights)
             block.write_buffers(buffers.expand(2, -1), zero)
@@ -183,7 +185,7 @@ class VectorisedBlock(Block):
         """Of dropout in step k."""
         return keys([seed + k for seed in self.seeds], self.engine.task.device)
 
-    def batches(self, k: int) -> Iterator[tuple[Stack, slice | Tensor, Tensor, Tensor]]:
+    def batches(self, k: int) -> Iterator[tuple[Stack, slice | Tensor, Inputs, Tensor]]:
         """Of step k, with the rows that they are of."""
         for stack in self.stacks:
             for part in stack.batches(k):
@@ -193,7 +195,7 @@ class VectorisedBlock(Block):
         task, key = self.engine.task, self.keys(k)
         losses = self.weights.new_empty(len(self.clients))
         for stack, rows, x, y in self.batches(k):
-            x, y = x.to(task.device), y.to(task.device)
+            x, y = batch.moved(x, task.device), y.to(task.device)
             simple = self.engine.simple(stack, y)
             direct = self.engine.direct_gradients(y) if simple else None
             if direct is not None:
