@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import prefed
 from prefed.core.errors import PrefedError
 from prefed.training import task as task_module
+from tests.helpers.problems import local
 
 pytestmark = pytest.mark.long
 SIZES: dict[str, int] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -144,6 +146,30 @@ def test_of_a_model_with_adapters_only_they_travel() -> None:
     first = dict(model.named_parameters())
     trained = [n for n in after if n not in frozen and not torch.equal(after[n], first[n])]
     assert len(trained) == 2
+
+
+def test_the_base_is_there_once_and_adapters_are_saved(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    model = peft.get_peft_model(language_model(), lora)
+    settings = prefed.Settings(rounds=1, local_steps=2, engine="sequential", workers=2)
+    run = prefed.Run(prefed.FedAvg(), model, data(True), settings)
+    result = run.run()
+    workers = local(run).workers
+    assert workers is not None
+    held = [engine.task.flat.module for engine in workers.engines]  # type: ignore[attr-defined]
+
+    def frozen(module: nn.Module) -> list[int]:
+        return [p.data_ptr() for p in module.parameters() if not p.requires_grad]
+
+    assert len(held) == 2
+    assert frozen(held[0]) == frozen(held[1]) == frozen(result.model)
+    assert not {*frozen(model)} & {*frozen(result.model)}
+    result.model.save_pretrained(tmp_path)  # type: ignore[operator]
+    read = peft.PeftModel.from_pretrained(language_model(), tmp_path)
+    trained = dict(result.model.named_parameters())
+    for name, value in read.named_parameters():
+        assert torch.equal(value, trained[name])
 
 
 def test_an_output_that_is_no_tensor_is_told() -> None:

@@ -62,11 +62,13 @@ class Task:
         channels_last: bool = False,
         precision: str = "float32",
         personal: Sequence[str] = (),
+        base: nn.Module | None = None,
     ) -> None:
+        """The model is copied; its frozen parameters are not, if it is `base` whose they are."""
         if not isinstance(model, nn.Module):
             raise PrefedError(f"model: should be a torch.nn.Module, not {type(model).__name__}")
         _refuse_lazy(model)
-        model = copy.deepcopy(model).to(device)
+        model = copy.deepcopy(model, _frozen(base)).to(device)
         if channels_last and device.type == "cpu" and _narrow(model):
             raise PrefedError(
                 "channels_last: on a CPU it needs convolutions whose channels are multiples of 16"
@@ -96,17 +98,19 @@ class Task:
         return max(1, min(EVALUATION_BATCH, LARGEST_OUTPUT // self.numbers_out))
 
     def copy(self, data: FederatedData) -> "Task":
-        """Another instance of the model, for another thread."""
+        """Another instance of the model, for another thread. What is frozen is there once."""
         kind = self.device, self.channels_last, self.precision, self.flat.personal
-        other = Task(self.flat.module, self.loss, data, *kind)
+        other = Task(self.flat.module, self.loss, data, *kind, base=self.flat.module)
         other.randomness, other.attends = self.randomness, self.attends
         other.numbers_out = self.numbers_out
         other.flat.buffers.like(self.flat.buffers)
         return other
 
     def model(self) -> nn.Module:
-        """A copy of the module as it is now, in torch's usual memory format, to give away."""
-        module = copy.deepcopy(self.flat.module).eval()
+        """A copy of the module as it is now, in torch's usual memory format, to give away. What is
+        frozen is shared with the run, unless its memory format is another."""
+        base = None if self.channels_last else self.flat.module
+        module = copy.deepcopy(self.flat.module, _frozen(base)).eval()
         _lay_out(module, torch.contiguous_format)
         module.zero_grad(set_to_none=True)
         return module
@@ -306,6 +310,12 @@ class Task:
             return "generator"
         self.attends = mode.attends
         return "dropout" if mode.calls else "none"
+
+
+def _frozen(model: nn.Module | None) -> dict[int, nn.Parameter]:
+    """What copy.deepcopy is to take for copied: the parameters that are not trained."""
+    parameters = [] if model is None else model.parameters()
+    return {id(p): p for p in parameters if not p.requires_grad}
 
 
 def _refuse_lazy(model: nn.Module) -> None:
