@@ -53,6 +53,9 @@ class Settings(BaseModel):
     before it."""
     batch_size: PositiveInt | None = 32
     """Samples in the batch of a step; None (in a config "full") is all samples of the client."""
+    micro_batch: PositiveInt | None = None
+    """Samples of a batch whose gradient is computed at a time, so that a large batch fits into
+    memory: the parts are added up to the gradient of the whole. None computes it at once."""
     batches: Literal["replacement", "epochs"] = "replacement"
     """Samples are drawn with "replacement" in each step, as in the paper, or in shuffled passes
     over the client's samples ("epochs"), as they always are with local_epochs."""

@@ -63,6 +63,7 @@ class Task:
         precision: str = "float32",
         personal: Sequence[str] = (),
         base: nn.Module | None = None,
+        micro_batch: int | None = None,
     ) -> None:
         """The model is copied; its frozen parameters are not, if it is `base` whose they are."""
         if not isinstance(model, nn.Module):
@@ -82,7 +83,7 @@ class Task:
         if self.loss in (by_targets, cross_entropy) and data.ignored is not None:
             self.loss = make_loss("cross_entropy", ignore_index=data.ignored)
         self.transform = data.transform
-        self.device = device
+        self.device, self.micro_batch = device, micro_batch
         self.randomness: Literal["none", "dropout", "generator"] = "none"
         """What the model draws in training: nothing; dropout masks, which have keys; or numbers
         from torch's global generator, which is seeded for each step. `check` finds out."""
@@ -100,7 +101,8 @@ class Task:
     def copy(self, data: FederatedData) -> "Task":
         """Another instance of the model, for another thread. What is frozen is there once."""
         kind = self.device, self.channels_last, self.precision, self.flat.personal
-        other = Task(self.flat.module, self.loss, data, *kind, base=self.flat.module)
+        held: dict[str, Any] = {"base": self.flat.module, "micro_batch": self.micro_batch}
+        other = Task(self.flat.module, self.loss, data, *kind, **held)
         other.randomness, other.attends = self.randomness, self.attends
         other.numbers_out = self.numbers_out
         other.flat.buffers.like(self.flat.buffers)
@@ -144,11 +146,30 @@ class Task:
     def gradient(self, x: Inputs, y: Tensor, seed: int) -> Tensor:
         """The loss of a batch; its gradient goes into `flat.gradient`."""
         self.flat.gradient.zero_()
+        if self.micro_batch is not None and len(y) > self.micro_batch:
+            return self._gradient_in_parts(x, y, seed, self.micro_batch)
         with self.seeded(seed):
             output = self.forward(x)
         loss = self.loss(output, batch.padded(y).to(self.device))
         loss.backward()
         return loss.detach()
+
+    def _gradient_in_parts(self, x: Inputs, y: Tensor, seed: int, size: int) -> Tensor:
+        """The same, a few samples at a time: the loss of a batch is the mean over its samples, or
+        over those of its targets that count."""
+        ignored = ignored_label(self.loss)
+        parts = [*zip(batch.parts(x, size), batch.parts(batch.padded(y), size), strict=True)]
+        counts = [len(t) if ignored is None else int((t != ignored).sum()) for _, t in parts]
+        total = self.flat.weights.new_zeros(())
+        for number, ((x_part, y_part), count) in enumerate(zip(parts, counts, strict=True)):
+            if not count:
+                continue
+            with self.seeded(seed + (number << 40)):  # another dropout in each
+                output = self.forward(x_part)
+            loss = self.loss(output, y_part.to(self.device)) * (count / max(1, sum(counts)))
+            loss.backward()
+            total += loss.detach()
+        return total
 
     @torch.no_grad()
     def evaluate(

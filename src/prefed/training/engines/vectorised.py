@@ -121,6 +121,8 @@ class Vectorised:
             return "it draws from torch's global generator"
         if task.precision != "float32":
             return "mixed precision"
+        if task.micro_batch is not None:
+            return "micro_batch, which is for models that are large"
         samples, training, buffers = self.data.client(0), flat.module.training, flat.read_buffers()
         zero = torch.zeros(2, dtype=torch.int64)  # steps
         x, y = map(batch.padded, samples.take(torch.arange(4) % len(samples)))
