@@ -19,10 +19,11 @@ from prefed.core.errors import PrefedError, explain
 from prefed.core.registry import Registry
 from prefed.core.schedule import Rate
 from prefed.rules import SGD, Fraction, Rule, State
+from prefed.rules.grouped import Groups
 
 ALGORITHMS: "Registry[type[Algorithm]]" = Registry("algorithm", "prefed.algorithms")
 
-LATER = ("decoupled_weight_decay", "align", "align_form")
+LATER = ("decoupled_weight_decay", "align", "align_form", "groups")
 
 
 class Algorithm(BaseModel):
@@ -63,6 +64,10 @@ class Algorithm(BaseModel):
     align_form: Literal["added", "mixed"] = "added"
     """This is "added" to the step of the client rule (FedCM, FedLADA, FedAdamW), or "mixed" with
     it: then the rule's own part is 1 - align (FedPAC)."""
+
+    groups: Groups = ()
+    """Parameters that are trained otherwise than the rest, by name or pattern: a list of tables
+    such as {params = "@vectors", weight_decay = 0}; of several that name one the first counts."""
 
     personal: tuple[str, ...] = ()
     """Parameters that stay with each client, by name or pattern such as "head.*"; "@norm" stands

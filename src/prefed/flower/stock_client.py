@@ -40,7 +40,7 @@ from prefed.training.round import (
     STEPS,
     Block,
     Server,
-    check_personal,
+    check_parts,
     first_kept,
     local_update,
     policy,
@@ -209,7 +209,7 @@ class _Asked:
         """The model with the arrays, as flat vectors, and the size of the part that is shared."""
         model.load_state_dict(self.arrays.to_torch_state_dict())
         flat = FlatModel(model.train(), algorithm.personal)
-        check_personal(algorithm, flat)
+        check_parts(algorithm, flat)
         trained = {entry.name for entry in flat.layout.entries}
         stay = trained - {entry.name for entry in flat.shared.entries}
         if other := sorted(stay ^ (trained & {*self.shape.personal})):

@@ -22,6 +22,7 @@ from prefed.core.flat_model import FlatModel
 from prefed.core.layout import Layout
 from prefed.core.schedule import at
 from prefed.rules import Field, Rule, State
+from prefed.rules.grouped import Grouped, check_groups, unscaled
 from prefed.rules.wrapped import MEAN_CHANGE, Aligned, Decayed
 
 Kept = Mapping[int, State]
@@ -210,7 +211,7 @@ def local_update(algorithm: Algorithm, server: Server, block: Block, kept: Kept)
     """The local steps from the server's state, on each client of the block."""
     w, size = block.weights, server.layout.size
     lr = at(algorithm.client_lr, server.round)
-    rule = _with_options(algorithm, block.rule(algorithm), size)
+    rule = _with_options(algorithm, block.rule(algorithm), block.layout, size)
     steps_taken = torch.tensor(block.steps, device=w.device)
     fields = rule.fields(block.layout)
     shared = _shared(algorithm, fields, block.layout)
@@ -252,6 +253,7 @@ def local_update(algorithm: Algorithm, server: Server, block: Block, kept: Kept)
         own = {n: state[n][:, size:] for n in shared}
         if any(policy(algorithm, n).kind == "derived" for n in own):
             change, found = w[:, size:] - began, []
+            change = unscaled(algorithm.groups, block.layout, change, size)
             for rows, steps in _alike(block.steps):
                 its = {name: value[rows] for name, value in own.items()}
                 found.append(algorithm.derive(change[rows], its, lr, steps))
@@ -270,9 +272,13 @@ def local_update(algorithm: Algorithm, server: Server, block: Block, kept: Kept)
     return Update(values, kept=stays, losses=losses / steps_taken, steps=block.steps)
 
 
-def _with_options(algorithm: Algorithm, rule: Rule, shared: int) -> Rule:
+def _with_options(algorithm: Algorithm, rule: Rule, layout: Layout, shared: int) -> Rule:
     """The client rule with what the algorithm's options do around its steps."""
-    if algorithm.decoupled_weight_decay:
+    if algorithm.groups:
+        plain = algorithm.client_rule().fit(layout)
+        decays = algorithm.weight_decay, algorithm.decoupled_weight_decay
+        rule = Grouped(rule, algorithm.groups, layout, plain, *decays)
+    elif algorithm.decoupled_weight_decay:
         rule = Decayed(rule, algorithm.decoupled_weight_decay)
     rule = algorithm.in_turns(rule, shared)
     return Aligned(rule, shared, algorithm.own_share) if algorithm.align else rule
@@ -331,7 +337,7 @@ def local_step(
     if algorithm.clip_norm is not None:
         norm = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
         g.mul_((algorithm.clip_norm / norm).clamp_(max=1))
-    if algorithm.weight_decay:
+    if algorithm.weight_decay and not algorithm.groups:  # these have their own
         g.add_(w, alpha=algorithm.weight_decay)
     if rule.lockstep:
         state["mean"] = point.cohort_mean(g)
@@ -362,6 +368,7 @@ def server_update(
         own, client_lr = mean["weights"], at(algorithm.client_lr, server.round)
         if algorithm.align:  # without what all clients moved by together
             own = own.sub(server.shared[MEAN_CHANGE], alpha=algorithm.align)
+        own = unscaled(algorithm.groups, server.layout, own)
         found = algorithm.derive(own, server.shared, client_lr * algorithm.own_share, steps)
         for name in server.shared.keys() & found.keys():
             server.shared[name].copy_(found[name])
@@ -441,8 +448,20 @@ def _try(rule: Rule, layout: Layout, weights: Tensor, lr: float, steps: int) -> 
     )
 
 
-def check_personal(algorithm: Algorithm, flat: FlatModel) -> None:
-    """Refuse what has no meaning where a part of the weights stays with clients."""
+def check_parts(algorithm: Algorithm, flat: FlatModel) -> None:
+    """Refuse what has no meaning for a part of the weights: one that stays with clients, or one
+    that is trained otherwise than the rest."""
+    rule = algorithm.client_rule().fit(flat.layout)
+    check_groups(algorithm.groups, flat.layout, rule)
+    if algorithm.groups and algorithm.in_turns(rule, flat.shared.size) is not rule:
+        name = type(algorithm).__name__
+        raise PrefedError(
+            f"{name}.groups: its parts move in turns, which groups do not; take FedPer"
+        )
+    _check_personal(algorithm, flat)
+
+
+def _check_personal(algorithm: Algorithm, flat: FlatModel) -> None:
     if flat.shared.size == flat.layout.size:
         return
     rule, name = algorithm.client_rule(), type(algorithm).__name__

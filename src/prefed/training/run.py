@@ -32,7 +32,7 @@ from prefed.training.round import (
     STEPS,
     Server,
     check_in_place,
-    check_personal,
+    check_parts,
     check_sharing,
     client_state,
     server_update,
@@ -97,7 +97,7 @@ class Run:
         with torch_threads(1):
             self.task.check(data)
             check_sharing(algorithm, flat.shared)
-            check_personal(algorithm, flat)
+            check_parts(algorithm, flat)
             check_in_place(algorithm, flat, settings.steps(len(data.client(0))))
         self._evaluation_threads = threads_for(
             self.task.evaluation_batch * self.task.operations(data)
