@@ -25,6 +25,10 @@ COUNTS = [
     ("mlp", (1, 28, 28), 10, {"hidden": [200, 200]}, 199_210),
     ("char-lstm", (80,), 80, {}, 819_920),
     ("char-transformer", (80,), 65, {}, 113_601),
+    ("gpt", (1024,), 50_257, {"size": "small"}, 124_439_808),  # GPT-2's
+    ("gpt", (80,), 65, {"positions": "rotary"}, 88_032),  # 65w + 3(12w^2 + 13w) + 2w
+    ("vit", (3, 224, 224), 1000, {"size": "tiny", "patch": 16}, 5_717_416),  # DeiT's
+    ("vit", (3, 32, 32), 10, {}, 208_074),  # the same with 49w + 66w + 10(w + 1)
 ]
 
 
@@ -35,7 +39,8 @@ def test_parameter_counts(
     given: dict[str, Any] = {"classes": classes}
     if name != "char-lstm":
         given["inputs"] = inputs
-    model = prefed.MODELS.get(name)(**given, **options)
+    with torch.device("meta" if count > 20_000_000 else "cpu"):
+        model = prefed.MODELS.get(name)(**given, **options)
     assert sum(p.numel() for p in model.parameters()) == count
     if count < 1_000_000:
         x = torch.zeros(2, *inputs) if len(inputs) == 3 else torch.zeros(2, *inputs).to(torch.uint8)
@@ -47,8 +52,8 @@ def test_character_models_do_not_look_ahead() -> None:
     x = torch.randint(0, 20, (2, 12))
     later = x.clone()
     later[:, 8:] = 3
-    for name in ("char-lstm", "char-transformer"):
-        given = {"inputs": (12,)} if name == "char-transformer" else {}
+    for name in ("char-lstm", "char-transformer", "gpt"):
+        given = {"inputs": (12,)} if name != "char-lstm" else {}
         model = prefed.MODELS.get(name)(classes=20, **given)
         torch.testing.assert_close(model(x)[:, :, :8], model(later)[:, :, :8])
 

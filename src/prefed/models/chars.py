@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from prefed.models import MODELS
+from prefed.models.attention import TransformerBlock
 
 
 @MODELS.register("char-lstm")
@@ -55,24 +55,4 @@ class CharTransformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x.long()) + self.positions[: x.shape[1]]
         output: Tensor = self.head(self.norm(self.blocks(h))).transpose(1, 2)
-        return output
-
-
-class TransformerBlock(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        count, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(count, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(count, length, width))
-        output: Tensor = x + self.mlp(self.norm2(x))
         return output
