@@ -22,7 +22,7 @@ from prefed.rules import SGD, Fraction, Rule, State
 
 ALGORITHMS: "Registry[type[Algorithm]]" = Registry("algorithm", "prefed.algorithms")
 
-LATER = ("decoupled_weight_decay", "align", "align_form")
+LATER = ("decoupled_weight_decay", "align", "align_form", "tau_relative")
 
 
 class Algorithm(BaseModel):
@@ -88,8 +88,14 @@ class Algorithm(BaseModel):
         """Options that came later are written if they are used: without them a run is the one that
         it was before."""
         table: dict[str, Any] = write(self)
-        fields = type(self).model_fields
-        unused = {name for name in LATER if getattr(self, name) == fields[name].default}
+        fields, base = type(self).model_fields, Algorithm.model_fields
+        unused = {
+            name
+            for name in LATER
+            if name in fields
+            and getattr(self, name) == fields[name].default
+            and fields[name].default == base.get(name, fields[name]).default
+        }
         return {name: value for name, value in table.items() if name not in unused}
 
     def client_rule(self) -> Rule:

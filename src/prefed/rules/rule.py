@@ -87,6 +87,11 @@ class Rule(ABC):
         """What that field of one holder says of each coordinate (d)."""
         return P
 
+    def damping(self, P: Tensor) -> float:
+        """The tau that a step adds to the root of that field, as one holder has it."""
+        found = self.preconditioner()
+        return found[1] if found else 0.0
+
     def fused(self, w: Tensor) -> "Rule":
         """The same rule in fewer passes over memory for weights like `w`, equal up to rounding; or
         this one."""
@@ -123,6 +128,17 @@ def scratch(like: Tensor) -> Tensor:
     if memory is None or memory.numel() < size:
         memory = kept[key] = torch.empty(size, dtype=like.dtype, device=like.device)
     return memory[:size].view(like.shape)
+
+
+PIECE = 1 << 14
+"""Numbers that torch adds up in one thread, so that the sum does not depend on their number."""
+
+
+def mean_of_last(x: Tensor) -> Tensor:
+    """The mean over the last dimension, with the same bits for any number of threads."""
+    if x.shape[-1] <= PIECE:
+        return x.mean(-1)
+    return torch.stack([part.sum(-1) for part in x.split(PIECE, -1)]).sum(0).div_(x.shape[-1])
 
 
 def accumulate(into: Tensor, value: Tensor, beta: float, how: str) -> None:
