@@ -237,6 +237,8 @@ class _Asked:
         algorithm = self.algorithm()
         if algorithm.align:
             raise PrefedError("align: moving along the mean change needs local_train")
+        if any(policy.kept_between for policy in algorithm.sharing().values()):
+            raise PrefedError('between="keep": state that stays with a client needs local_train')
         server = Server.start(algorithm, self.shape.layout, weights, buffers)
         specs = broadcast(algorithm, server)
         return unpack(self.state, {name: specs[name] for name in server.shared})
