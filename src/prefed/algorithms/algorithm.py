@@ -61,8 +61,8 @@ class Algorithm(BaseModel):
     """Each of a client's K local steps also moves by align/K times the clients' mean change of the
     last round, which comes down with the weights and never goes up."""
     align_form: Literal["added", "mixed"] = "added"
-    """This is "added" to the step of the client rule (FedCM, FedLADA, FedAdamW), or "mixed" with
-    it: then the rule's own part is 1 - align (FedPAC)."""
+    """This is "added" to the step of the client rule (as FedAdamW has it), or "mixed" with it: then
+    the rule's own part is 1 - align (FedCM, FedLADA, FedPAC)."""
 
     personal: tuple[str, ...] = ()
     """Parameters that stay with each client, by name or pattern such as "head.*"; "@norm" stands

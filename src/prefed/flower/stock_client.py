@@ -286,7 +286,10 @@ class _Order:
 
     def _only_vectors(self, vector: Tensor) -> None:
         if tuple(vector.shape) != (self.server.size,):
-            raise PrefedError('shape="full" needs a model without frozen parameters')
+            raise PrefedError(
+                'state that is not a number for each weight (shape="full", the means of FedAdamW) '
+                "needs a model without frozen parameters"
+            )
 
 
 class _Block(Block):
