@@ -62,11 +62,9 @@ class Covariance(Rule):
         u, P = self.corrected(g, state)
         w.addcdiv_(u, self.root(P), value=-lr)
 
-    def apply(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
-        if self.tau_relative is None:
-            super().apply(w, g, state, lr, k)
-        else:  # a mean over all coordinates is in it, so it is not cut into parts
-            self.step(w, g, state, lr, k)
+    @property
+    def in_parts(self) -> bool:
+        return self.elementwise and self.tau_relative is None
 
     def root(self, P: Tensor) -> Tensor:
         """sqrt(P) + tau, for one holder or for a block of clients."""

@@ -50,10 +50,15 @@ class Rule(ABC):
     """
 
     elementwise: ClassVar[bool] = True
-    """Each coordinate goes its own way, so a step may be cut into blocks of coordinates."""
+    """Each coordinate goes its own way, so some of them may stay with a client."""
 
     lockstep: ClassVar[bool] = False
     """The cohort meets in every step: `state["mean"]` is its mean gradient."""
+
+    @property
+    def in_parts(self) -> bool:
+        """A step may be cut into blocks of coordinates: nothing in it is of all of them."""
+        return self.elementwise
 
     def fields(self, layout: Layout) -> dict[str, Field]:
         """The named state for weights of this layout."""
@@ -100,11 +105,7 @@ class Rule(ABC):
     def apply(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
         """One `step`. An element-wise rule works on large vectors part by part, each of which stays
         in the CPU's cache from the first line of the rule to the last."""
-        if (
-            self.elementwise
-            and w.numel() > BLOCK
-            and all(s.shape == w.shape for s in state.values())
-        ):
+        if self.in_parts and w.numel() > BLOCK and all(s.shape == w.shape for s in state.values()):
             parts = [t.view(-1).split(BLOCK) for t in (w, g, *state.values())]
             for w_part, g_part, *rest in zip(*parts, strict=True):
                 self.step(w_part, g_part, dict(zip(state, rest, strict=True)), lr, k)

@@ -589,7 +589,7 @@ class Preconditioner:
         self.shape = options["shape"]
         self.tensors = options["tensors"] or [(d,)]
         self.left = 0
-        self.root = np.zeros((0, 0))
+        self.root: Array = np.zeros((0, 0))
 
     def zero(self) -> Array:
         """P = 0."""
