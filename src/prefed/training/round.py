@@ -485,13 +485,12 @@ def check_personal(algorithm: Algorithm, flat: FlatModel) -> None:
             f'take shape="diagonal"'
         )
     fields = rule.fields(flat.layout)
-    for field in fields.keys() - {*_shared(algorithm, fields, flat.layout)}:
+    for field in sorted(fields.keys() - {*_shared(algorithm, fields, flat.layout)}):
         if policy(algorithm, field).comes_down:
-            has = "bias_correction" in type(algorithm).model_fields
             raise PrefedError(
-                f"{name}.personal: {field} is not a number for each weight but for all of them or "
-                f"for a part, and those that stay have seen other steps than those that are "
-                f"averaged; {'set bias_correction=False' if has else 'take another algorithm'}"
+                f"{name}.personal: {field} is not a number for each weight but for many of them, "
+                f"and those that stay have seen other steps than those that are averaged; set "
+                f"bias_correction=False where there is such an option, or take another algorithm"
             )
 
 
