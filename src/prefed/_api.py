@@ -3,9 +3,14 @@
 from prefed import optim
 from prefed.algorithms import ALGORITHMS, Algorithm, average, derived, keep, reset
 from prefed.algorithms.adaalter import AdaAlter
+from prefed.algorithms.fedadamw import FedAdamW
 from prefed.algorithms.fedavg import FedAvg, FedAvgM
+from prefed.algorithms.fedcm import FedCM
+from prefed.algorithms.fedlada import FedLADA
+from prefed.algorithms.fedlion import FedLion
 from prefed.algorithms.fednova import FedNova
 from prefed.algorithms.fedopt import FedAdagrad, FedAdam, FedYogi
+from prefed.algorithms.fedpm import FedPM
 from prefed.algorithms.fedprox import FedProx
 from prefed.algorithms.localadam import LocalAdam
 from prefed.algorithms.pair import Pair
@@ -37,8 +42,9 @@ from prefed.training.settings import Settings
 __all__ = [
     "ALGORITHMS", "CODECS", "DATASETS", "ENGINES", "LOSSES", "METRICS", "MODELS", "RULES",
     "SCAFFOLD", "SPLITS", "AdaAlter", "Algorithm", "Callback", "CollapseWarning", "Diverged",
-    "EngineWarning", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedBN", "FedNova", "FedPer",
-    "FedProx", "FedRep", "FedYogi", "FederatedData", "Field", "Interrupted", "LocalAdam", "Pair",
+    "EngineWarning", "FedAdagrad", "FedAdam", "FedAdamW", "FedAvg", "FedAvgM", "FedBN", "FedCM",
+    "FedLADA", "FedLion", "FedNova", "FedPM", "FedPer", "FedProx", "FedRep", "FedYogi",
+    "FederatedData", "Field", "Interrupted", "LocalAdam", "Pair",
     "Partition", "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync", "PrefedError", "Rate", "Result",
     "Rule", "Run", "Settings", "Simulation", "average", "derived", "keep", "load", "load_runs",
     "optim", "reset", "schedule", "simulate", "to_pandas",

@@ -26,6 +26,11 @@ def config(name: str, *changes: str) -> Any:
         "prefed": 0.01,
         "prefedlite": 0.01,
         "localadam": 0.01,
+        "fedcm": 1.0,
+        "fedlada": 0.03,
+        "fedadamw": 0.01,
+        "fedlion": 0.003,
+        "fedpm": 0.01,
     }
     return load(
         "digits-iid",
@@ -99,9 +104,12 @@ def test_state_has_the_declared_names_and_shapes(name: str) -> None:
     assert set(simulation.kept) == (took_part if keeps else set())
 
 
-VARYING = {"prefedlite"}
+VARYING = {"prefedlite", "fedadamw"}
 """Their messages are not a whole number of vectors: see test_exchange.py."""
 UPLOADS = {"adaalter": 2, "prefed": 3, "scaffold": 2, "prefedsync": STEPS + 2}
+UPLOADS |= {"fedlada": 2, "fedlion": 2, "fedpm": 3}
+ONLY_DOWN = {"fedcm": 1, "fedlada": 1}
+"""Vectors that come down and never go up."""
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in VARYING])
@@ -114,10 +122,23 @@ def test_bytes_of_prefed(momentum: str, vectors: int) -> None:
     check_bytes("prefed", vectors, f"algorithm.momentum={momentum}")
 
 
+@pytest.mark.parametrize(("means", "numbers"), [("tensor", 4), ("row", 52), ("whole", 1210)])
+def test_bytes_of_fedadamw(means: str, numbers: int) -> None:
+    """The means of v, 16 + 16 + 10 + 10 of them with a row each, and a mass; the direction comes
+    down, too."""
+    simulation = config("fedadamw", f"algorithm.means={means}").make_run()
+    record, d = simulation.run_round(), simulation.server.weights.numel()
+    assert d == 1210
+    assert record["bytes_up_weights"] == record["bytes_down_weights"] == 4 * d * COHORT
+    assert record["bytes_up_state"] == 4 * (numbers + 1) * COHORT
+    assert record["bytes_down_state"] == 4 * (numbers + 1 + d) * COHORT
+
+
 def check_bytes(name: str, vectors: int, *changes: str) -> None:
     simulation = config(name, *changes).make_run()
     record, d = simulation.run_round(), simulation.server.weights.numel()
-    for way in ("up", "down"):
+    for way, more in (("up", 0), ("down", ONLY_DOWN.get(name, 0))):
+        vectors += more
         assert record[f"bytes_{way}"] == 4 * d * COHORT * vectors
         assert record[f"bytes_{way}_weights"] == 4 * d * COHORT
         assert record[f"bytes_{way}_state"] == 4 * d * COHORT * (vectors - 1)

@@ -105,6 +105,41 @@ CASES: dict[str, list[dict[str, Any]]] = {
         DILOCO,
     ],
 }
+DESLOC: list[dict[str, Any]] = [
+    {"client": {"name": "adam", "bias_correction": True}, "share": {"m": m, "v": v}}
+    for m in ("keep", {"kind": "average", "every": 2, "between": "keep"})
+    for v in ({"kind": "average", "every": 3, "between": "keep"}, "average")
+]
+"""Iacob et al. 2025: each piece of state is averaged at its own pace, and kept in between."""
+RELATIVE = grid(
+    tau_relative=[0.1, 1.0],
+    shape=["diagonal", "full", "block", "kronecker"],
+    bias_correction=OFF_ON,
+)
+CASES["pair"] += [
+    *DESLOC,
+    {"client": {"name": "covariance", "tau_relative": 0.3}, "share": {"P": "average"},
+     "server": {"name": "covariance", "tau_relative": 0.5}, "server_lr": 0.02},
+]  # fmt: skip
+CASES["prefed"] += [
+    *RELATIVE,
+    *grid(tau_relative=[0.2], momentum=["derived"], accumulate=["ema", "sum"]),
+    *grid(tau_relative=[0.2], shape=["kronecker"], refresh=[2]),
+    {"tau_relative": 0.2, "beta1": 0.0, "tau": 0.05},  # P is zero
+]
+CASES["prefedopt"] += [{"server_lr": 0.02, **options} for options in RELATIVE]
+CASES["prefedlite"] += [{**options, "tau_relative": 0.2} for options in grid(**EXACT)]
+CASES |= {
+    "fedcm": grid(alpha=[0.1, 0.6, 1.0], server_lr=[1.0, 0.3]),
+    "fedlada": grid(alpha=[0.1, 0.6], tau=[1e-8, 0.1], server_lr=[1.0, 0.3]),
+    "fedadamw": grid(means=["tensor", "row", "whole"], alpha=[0.5, 0.0], tau=[1e-8, 0.01]),
+    "fedlion": grid(beta1=[0.9, 0.5], beta2=[0.99, 0.7], server_lr=[1.0, 0.3]),
+    "fedpm": [
+        *grid(shape=["diagonal", "full"], bias_correction=OFF_ON, server_lr=[1.0, 0.7]),
+        *grid(momentum=["derived", "keep"], tau_relative=[None, 0.2]),
+        {"shape": "full", "tau_relative": 0.2, "accumulate": "sum"},
+    ],
+}
 ALIGNED = grid(align=[0.3], align_form=["added", "mixed"], decoupled_weight_decay=[0.0, 0.1])
 ANY_CLIENT = [*grid(clip_norm=[None, 0.3], weight_decay=[0.0, 0.05])[1:], *ALIGNED]
 ALL = [(name, options) for name, cases in CASES.items() for options in cases]
@@ -152,7 +187,7 @@ def compare(
     defaults: dict[str, Any] = {}
     if "server_lr" not in options:
         defaults["server_lr"] = algorithm.server_lr
-    if "shape" in type(algorithm).model_fields:
+    if {"shape", "means"} & type(algorithm).model_fields.keys():
         defaults["tensors"] = TENSORS
     trace = oracles.run(
         name,

@@ -37,6 +37,8 @@ VARIANTS = [
     ("prefedopt", ["shape=block", "refresh=3", "bias_correction=true"]),
     ("prefedopt", ["shape=full", "refresh=4"]),
     ("prefed", ["align=0.3", "momentum=derived"]),
+    ("pair", ["client=adam", "share={v={kind='average', every=3, between='keep'}}"]),
+    ("prefedopt", ["tau_relative=0.1"]),
     ("pair", ["client=adam", "server=yogi", "server_lr=0.01", "share={m='keep', v='average'}"]),
 ]
 

@@ -42,6 +42,11 @@ VARIANTS: list[dict[str, Any]] = [
     {"name": "pair", "client": {"name": "adam", "bias_correction": True}, "server": "yogi",
      "server_lr": 0.01, "share": {"m": "keep", "v": {"kind": "average", "codec": "log8"}}},
     {"name": "prefed", "align": 0.3, "align_form": "mixed", "decoupled_weight_decay": 0.1},
+    {"name": "pair", "client": {"name": "adam", "bias_correction": True}, "share": {
+        "m": {"kind": "average", "every": 2, "between": "keep"},
+        "v": {"kind": "average", "every": 3, "between": "keep", "codec": "log8"}}},
+    {"name": "prefed", "tau_relative": 0.1},
+    {"name": "fedadamw", "means": "row"},
 ]  # fmt: skip
 WITH_STATISTICS = {"name": "resnet8", "width": 2, "norm": "batch"}
 

@@ -100,6 +100,9 @@ def test_server_side_algorithms_with_a_plain_client(name: str, tmp_path: Path) -
     {"name": "PreFed"}, {"name": "PreFed", "momentum": "keep"},
     {"name": "PreFed", "momentum": "reset"}, {"name": "PreFed", "bias_correction": True},
     {"name": "AdaAlter"}, {"name": "SCAFFOLD"}, {"name": "FedProx"},
+    {"name": "FedCM"}, {"name": "FedLADA"}, {"name": "FedAdamW"}, {"name": "FedLion"},
+    {"name": "FedPM", "tau_relative": 0.1},
+    {"name": "Pair", "client": Adam(), "share": {"m": prefed.average(every=2, between="keep")}},
     {"name": "FedAvg", "align": 0.3}, {"name": "PreFed", "align": 0.3, "align_form": "mixed"},
     {"name": "FedAdam", "align": 0.3, "decoupled_weight_decay": 0.1},
     {"name": "Pair", "client": Adam(bias_correction=True), "server": SGD(0.5, nesterov=True),
@@ -184,7 +187,7 @@ def failed(reply: Message, count: int) -> Message:
     return broken
 
 
-@pytest.mark.parametrize("name", ["PreFed", "AdaAlter", "SCAFFOLD"])
+@pytest.mark.parametrize("name", ["PreFed", "AdaAlter", "SCAFFOLD", "FedCM"])
 def test_a_client_without_the_rule_is_noticed_before_others_train(
     name: str, tmp_path: Path
 ) -> None:

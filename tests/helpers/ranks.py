@@ -31,6 +31,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "prefedopt": {"engine": "sequential", "weighting": OWN, "local_epochs": 1},
     "pair+both": {"engine": "sequential", "clients_per_round": 5},
     "prefed+align": {"engine": "vectorised", "clients_per_round": 4, "local_epochs": 1},
+    "pair+kept": {"engine": "vectorised", "clients_per_round": 3},
+    "fedadamw": {"engine": "sequential", "clients_per_round": 5, "local_epochs": 1},
+    "fedpm+full": {"engine": "vectorised", "weighting": OWN, "clients_per_round": 5},
+    "fedlada": {"engine": "vectorised", "clients_per_round": 5},
     "fedadam": {"engine": "sequential", "clients_per_round": 5, "client_dropout": 0.4, "quorum": 2},
 }
 MORE: dict[str, dict[str, Any]] = {
@@ -39,6 +43,8 @@ MORE: dict[str, dict[str, Any]] = {
     "mean": {"statistics": "average"},
     "both": {"client": "adam", "server": {"name": "sgd", "momentum": 0.9, "nesterov": True},
              "share": {"m": "keep", "v": "average"}},
+    "kept": {"client": "adam", "share": {"m": {"kind": "average", "every": 2, "between": "keep"}}},
+    "full": {"shape": "full", "tau_relative": 0.1},
     "align": {"align": 0.3, "align_form": "mixed", "personal": ("@last",)},
     "own": {"personal": ("@norm", "@last")},
     "part": {"personal": ("@last",), "momentum": "average", "upload": "topk(0.2)"},

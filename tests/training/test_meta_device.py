@@ -49,10 +49,13 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"align": 0.3, "align_form": "mixed", "momentum": "derived", "decoupled_weight_decay": 0.1},
         {"upload": "topk(0.1)", "P_codec": "log4", "P_every": 2},
         {"beta1": 0.0},
+        {"tau_relative": 0.1, "momentum": "derived", "bias_correction": True},
     ],
     "pair": [{"client": "adam", "server": {"name": "sgd", "momentum": 0.9, "nesterov": True},
               "share": {"m": "keep", "v": "average"}, "per_step": True}],
-    "prefedopt": [{"step_with": "m", "bias_correction": True}, {"per_step": False}],
+    "prefedopt": [{"step_with": "m", "bias_correction": True}, {"per_step": False},
+                  {"tau_relative": 0.1}],
+    "fedadamw": [{"means": means} for means in ("row", "whole")],
 }  # fmt: skip
 CASES = [(n, o) for n in prefed.ALGORITHMS.names() for o in [{}, *OPTIONS.get(n, [])]]
 

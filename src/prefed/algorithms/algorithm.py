@@ -23,7 +23,7 @@ from prefed.rules.grouped import Groups
 
 ALGORITHMS: "Registry[type[Algorithm]]" = Registry("algorithm", "prefed.algorithms")
 
-LATER = ("decoupled_weight_decay", "align", "align_form", "groups")
+LATER = ("decoupled_weight_decay", "align", "align_form", "groups", "tau_relative")
 
 
 class Algorithm(BaseModel):
@@ -62,8 +62,8 @@ class Algorithm(BaseModel):
     """Each of a client's K local steps also moves by align/K times the clients' mean change of the
     last round, which comes down with the weights and never goes up."""
     align_form: Literal["added", "mixed"] = "added"
-    """This is "added" to the step of the client rule (FedCM, FedLADA, FedAdamW), or "mixed" with
-    it: then the rule's own part is 1 - align (FedPAC)."""
+    """This is "added" to the step of the client rule (as FedAdamW has it), or "mixed" with it: then
+    the rule's own part is 1 - align (FedCM, FedLADA, FedPAC)."""
 
     groups: Groups = ()
     """Parameters that are trained otherwise than the rest, by name or pattern: a list of tables
@@ -93,8 +93,14 @@ class Algorithm(BaseModel):
         """Options that came later are written if they are used: without them a run is the one that
         it was before."""
         table: dict[str, Any] = write(self)
-        fields = type(self).model_fields
-        unused = {name for name in LATER if getattr(self, name) == fields[name].default}
+        fields, base = type(self).model_fields, Algorithm.model_fields
+        unused = {
+            name
+            for name in LATER
+            if name in fields
+            and getattr(self, name) == fields[name].default
+            and fields[name].default == base.get(name, fields[name]).default
+        }
         return {name: value for name, value in table.items() if name not in unused}
 
     def client_rule(self) -> Rule:

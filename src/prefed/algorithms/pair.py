@@ -1,4 +1,4 @@
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import torch
@@ -41,11 +41,17 @@ def _policy(value: Any) -> Any:
     return {"kind": value} if isinstance(value, str) else value
 
 
+def _written(policy: Policy) -> dict[str, Any]:
+    """What came later is written if it is used: see Algorithm."""
+    table = asdict(policy)
+    return table if policy.between != "server" else {n: table[n] for n in table if n != "between"}
+
+
 RuleOption = Annotated[
     InstanceOf[Rule], BeforeValidator(_rule), PlainSerializer(lambda rule: rule.written())
 ]
 """A rule, the name of one, or a table with its name and options."""
-PolicyOption = Annotated[Policy, BeforeValidator(_policy)]
+PolicyOption = Annotated[Policy, BeforeValidator(_policy), PlainSerializer(_written)]
 """A policy, its kind alone, or a table of what it is."""
 
 
@@ -65,7 +71,8 @@ class Pair(Algorithm):
     """The server rule, which is fed with minus the mean change of the clients."""
     share: dict[str, PolicyOption] = {}  # noqa: RUF012
     """What happens to each field of the client rule's state at the end of a round: "reset" (if not
-    named here), "keep" or "average", or a table {kind = "average", codec = "log8"}."""
+    named here), "keep" or "average", or a table {kind = "average", codec = "log8"}. With {kind =
+    "average", every = 4, between = "keep"} clients keep it, and average it in every 4th round."""
     per_step: bool = False
     """Divide the mean change by the number of local steps."""
 
@@ -81,6 +88,11 @@ class Pair(Algorithm):
             if policy.kind == "derived":
                 raise ValueError(
                     f'{name}: "derived" needs a class that says how (Algorithm.derive)'
+                )
+            if policy.between == "keep" and policy.kind != "average":
+                raise ValueError(
+                    f'{name}: between = "keep" is for kind = "average"; a client that always keeps '
+                    f'its own has kind = "keep"'
                 )
         return share
 

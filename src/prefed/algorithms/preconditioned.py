@@ -19,6 +19,9 @@ class Preconditioned(Algorithm):
     """The decay of P, the moving average of the squared distance from m."""
     tau: PositiveFloat = 1e-3
     """Added to sqrt(P), it bounds the step where P is small."""
+    tau_relative: PositiveFloat | None = None
+    """In place of tau: this share of the root mean square of sqrt(P) over all weights, in each step
+    anew. It has no units, so that the same value serves tasks with large and small gradients."""
     accumulate: Accumulate = "ema"
     """P is an exponential moving average ("ema") or a "sum"."""
     bias_correction: bool = False
@@ -44,4 +47,5 @@ class Preconditioned(Algorithm):
             self.refresh,
             self.blocks,
             self.largest_side,
+            self.tau_relative,
         )

@@ -8,7 +8,7 @@ from prefed.algorithms.preconditioned import Preconditioned
 from prefed.algorithms.sharing import Policy, average, derived, keep, reset
 from prefed.codecs import CodecName, codec
 from prefed.core.schedule import Rate
-from prefed.rules import Rule, State
+from prefed.rules import Covariance, Rule, State
 
 
 @ALGORITHMS.register("prefed")
@@ -68,5 +68,10 @@ class PreFed(Preconditioned):
 
     def root(self, state: State) -> Tensor:
         """sqrt(P) + tau, as the client rule divides by it."""
-        P = state["P"] / state["P_mass"] if "P_mass" in state else state["P"]
-        return P.sqrt().add_(self.tau)
+        P = state["P"]
+        if "P_mass" in state:
+            mass = state["P_mass"]
+            P = P / mass.view(*mass.shape, *[1] * (P.dim() - mass.dim()))
+        rule = self.client_rule()
+        assert isinstance(rule, Covariance)
+        return rule.root(P)

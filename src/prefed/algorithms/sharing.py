@@ -20,10 +20,23 @@ class Policy:
     follow: Literal["mean", "participation"] = "mean"
     codec: CodecName = "exact"
     every: PositiveInt = 1
+    between: Literal["server", "keep"] = "server"
 
     def sent(self, round: int) -> bool:
         """Whether it goes up in this round (from 0)."""
+        if self.kept_between:
+            return (round + 1) % self.every == 0
         return self.kind == "average" and (round < ALWAYS or round % self.every == 0)
+
+    @property
+    def kept_between(self) -> bool:
+        """Whether clients go on with their own between two rounds in which it is averaged."""
+        return self.kind == "average" and self.between == "keep"
+
+    def is_newer(self, last: int, round: int) -> bool:
+        """Of what a client keeps between: whether what it has from the round `last` is newer, in
+        this round, than the server's copy. Otherwise an average has been due since."""
+        return last // self.every == round // self.every
 
     def in_rounds(self, every: int) -> "Policy":
         """The same, sent only in rounds whose number is a multiple of `every`."""
@@ -50,6 +63,7 @@ def average(
     follow: Literal["mean", "participation"] = "mean",
     codec: str = "exact",
     every: int = 1,
+    between: Literal["server", "keep"] = "server",
 ) -> Policy:
     """Goes up to the server with the weights, is averaged, and comes down to the next cohort.
 
@@ -61,8 +75,14 @@ def average(
     every: sent in the first two rounds and then in each round whose number, from 0, is a multiple
     of this. In the others the server's copy stands still. Clients begin with it in every round, so
     it comes down in every round: a cohort that is drawn anew does not have it.
+
+    between: with "keep", clients go on with their own between two averages (DES-LOC, Iacob et al.
+    2025). It is sent in each `every`-th round: `every` - 1, 2*every - 1, ..., counted from 0. A
+    client begins with its own if it has taken part since an average was last due, and else with
+    the server's copy, whether it was there at the average or not; before the first average that
+    is the first value. So the copy comes down in every round here, too.
     """
-    return Policy("average", follow, codec, every)
+    return Policy("average", follow, codec, every, between)
 
 
 def derived() -> Policy:

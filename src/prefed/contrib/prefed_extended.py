@@ -3,6 +3,7 @@ from typing import ClassVar, Literal
 from pydantic import PositiveInt, model_validator
 
 from prefed.algorithms import ALGORITHMS, Policy
+from prefed.algorithms.fedpm import MIXED_BY, mix, unmix
 from prefed.algorithms.prefed import PreFed
 from prefed.algorithms.prefedlite import PreFedLite
 from prefed.rules import State
@@ -15,7 +16,7 @@ class PreFedExtended(PreFed):
 
     aggregate="sqrtP" weights each coordinate of each client by the inverse of its step size:
     sum of s_i*w_i over sum of s_i, s_i = sqrt(P_i) + tau, with the P_i of the upload. Where P is
-    not sent in a round, that round takes the plain mean.
+    not sent in a round, that round takes the plain mean. With P in every round it is FedPM.
     """
 
     contrib_options: ClassVar[dict[str, str]] = {}
@@ -37,13 +38,10 @@ class PreFedExtended(PreFed):
     def before_mean(self, values: State) -> State:
         if self.aggregate == "mean" or "P" not in values:
             return values
-        s = self.root(values)
-        return values | {"weights": s * values["weights"], "s": s}
+        return mix(values, self.root(values))
 
     def after_mean(self, mean: State) -> State:
-        if (s := mean.pop("s", None)) is not None:
-            mean["weights"].div_(s)
-        return mean
+        return unmix(mean) if MIXED_BY in mean else mean
 
 
 @ALGORITHMS.register("prefedliteextended")

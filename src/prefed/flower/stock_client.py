@@ -236,6 +236,8 @@ class _Asked:
         algorithm = self.algorithm()
         if algorithm.align:
             raise PrefedError("align: moving along the mean change needs local_train")
+        if any(policy.kept_between for policy in algorithm.sharing().values()):
+            raise PrefedError('between="keep": state that stays with a client needs local_train')
         server = Server.start(algorithm, self.shape.layout, weights, buffers)
         specs = broadcast(algorithm, server)
         return unpack(self.state, {name: specs[name] for name in server.shared})
@@ -283,7 +285,10 @@ class _Order:
 
     def _only_vectors(self, vector: Tensor) -> None:
         if tuple(vector.shape) != (self.server.size,):
-            raise PrefedError('shape="full" needs a model without frozen parameters')
+            raise PrefedError(
+                'state that is not a number for each weight (shape="full", the means of FedAdamW) '
+                "needs a model without frozen parameters"
+            )
 
 
 def _pair(found: Any) -> Batch:

@@ -1,13 +1,14 @@
 """The paper's rule: precondition with the variance of the gradient around its running mean."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from prefed.core.layout import Layout
 from prefed.core.registry import Registry
-from prefed.rules.rule import Field, Rule, State, accumulate, grow_mass
+from prefed.rules.rule import Field, Rule, State, accumulate, grow_mass, mean_of_last
 
 Accumulate = Literal["ema", "sum"]
 
@@ -28,6 +29,10 @@ class Covariance(Rule):
     in place of m. AdaBelief is this rule with bias correction (and an epsilon inside the root).
     Without bias correction the first steps are damped for beta1 = beta2 = .9, and overshoot
     about twofold near step 10 for beta2 = .99.
+
+    With tau_relative, tau is that share of the root mean square of sqrt(P) over all weights of a
+    client (or of the server), in each step anew: it has the units of the gradients, as sqrt(P).
+    While P is zero everywhere, tau is as given.
     """
 
     beta1: float = 0.9
@@ -36,6 +41,7 @@ class Covariance(Rule):
     accumulate: Accumulate = "ema"
     step_with: Literal["m", "g"] = "m"
     bias_correction: bool = False
+    tau_relative: float | None = field(default=None, kw_only=True)
 
     def fields(self, layout: Layout) -> dict[str, Field]:
         P = Field((layout.size,), nonnegative=True)
@@ -54,7 +60,26 @@ class Covariance(Rule):
         m.lerp_(g, 1 - self.beta1)
         accumulate(P, g - m, self.beta2, self.accumulate)
         u, P = self.corrected(g, state)
-        w.addcdiv_(u, P.sqrt().add_(self.tau), value=-lr)
+        w.addcdiv_(u, self.root(P), value=-lr)
+
+    @property
+    def in_parts(self) -> bool:
+        return self.elementwise and self.tau_relative is None
+
+    def root(self, P: Tensor) -> Tensor:
+        """sqrt(P) + tau, for one holder or for a block of clients."""
+        return P.sqrt().add_(self.tau_for(P))
+
+    def tau_for(self, P: Tensor) -> Tensor | float:
+        """tau for this P; a relative one with a dimension of length 1 for the coordinates."""
+        if self.tau_relative is None:
+            return self.tau
+        relative = self.mean_variance(P).sqrt_().mul_(self.tau_relative)
+        return torch.where(relative > 0, relative, self.tau).unsqueeze(-1)
+
+    def mean_variance(self, P: Tensor) -> Tensor:
+        """The mean of the diagonal: the square of the root mean square of sqrt(P)."""
+        return mean_of_last(P)
 
     def corrected(self, g: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """What the step moves along, and P, both after bias correction if it is asked for."""
@@ -72,9 +97,17 @@ class Covariance(Rule):
     def preconditioner(self) -> tuple[str, float]:
         return "P", self.tau
 
+    def damping(self, P: Tensor) -> float:
+        return float(self.tau_for(self.with_clients(P)))
+
+    def with_clients(self, P: Tensor) -> Tensor:
+        """P of one holder as `mean_variance` takes it."""
+        return P
+
     def fused(self, w: Tensor) -> Rule:
         from prefed.rules.covariance_fused import FusedCovariance
 
         plain = self.accumulate == "ema" and self.step_with == "m" and not self.bias_correction
+        plain = plain and self.tau_relative is None
         on_cpu = w.device.type == "cpu"
         return FusedCovariance(**vars(self)) if plain and on_cpu and self.beta1 > 0 else self

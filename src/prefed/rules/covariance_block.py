@@ -12,6 +12,7 @@ from prefed.core.errors import PrefedError
 from prefed.core.layout import Entry
 from prefed.rules.covariance import SHAPES
 from prefed.rules.covariance_matrix import MatrixCovariance, inverse_roots, matrices
+from prefed.rules.rule import mean_of_last
 
 Blocks = Literal["row", "tensor"]
 
@@ -83,10 +84,14 @@ class BlockCovariance(MatrixCovariance):
             x = self.cut(r, group)
             group.inside(P).addcmul_(x.unsqueeze(-1), x.unsqueeze(-2), value=take)
 
+    def mean_variance(self, P: Tensor) -> Tensor:
+        diagonals = (group.inside(P).diagonal(dim1=-2, dim2=-1) for group in self.groups)
+        return mean_of_last(torch.cat([part.flatten(1) for part in diagonals], dim=1))
+
     def derive(self, P: Tensor) -> Tensor:
-        return torch.cat(
-            [inverse_roots(group.inside(P), self.tau).flatten(1) for group in self.groups], dim=1
-        )
+        tau = self.tau_for(P)
+        roots = [inverse_roots(group.inside(P), tau).flatten(1) for group in self.groups]
+        return torch.cat(roots, dim=1)
 
     def move(self, w: Tensor, root: Tensor, u: Tensor, lr: float) -> None:
         for group in self.groups:

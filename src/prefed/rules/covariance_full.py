@@ -9,7 +9,8 @@ from torch import Tensor
 from prefed.core.errors import PrefedError
 from prefed.core.machine import total_memory
 from prefed.rules.covariance import SHAPES
-from prefed.rules.covariance_matrix import MatrixCovariance, inverse_roots
+from prefed.rules.covariance_matrix import MatrixCovariance, eigen, inverse_roots
+from prefed.rules.rule import mean_of_last
 
 MATRICES = 10
 """The number of d x d matrices of 8 bytes that are alive at a time: the server's P, a client's, the
@@ -41,8 +42,16 @@ class FullCovariance(MatrixCovariance):
     def add_outer(self, P: Tensor, r: Tensor, keep: float, take: float) -> None:
         P.mul_(keep).addcmul_(r.unsqueeze(-1), r.unsqueeze(-2), value=take)
 
+    def mean_variance(self, P: Tensor) -> Tensor:
+        return mean_of_last(P.diagonal(dim1=-2, dim2=-1))
+
+    def root(self, P: Tensor) -> Tensor:
+        """P^(1/2) + tau*I, for one holder or for a block of clients."""
+        values, V = eigen(P)
+        return ((V * values.sqrt().add_(self.tau_for(P)).unsqueeze(-2)) @ V.mT).to(P.dtype)
+
     def derive(self, P: Tensor) -> Tensor:
-        return inverse_roots(P, self.tau)
+        return inverse_roots(P, self.tau_for(P))
 
     def move(self, w: Tensor, root: Tensor, u: Tensor, lr: float) -> None:
         w.sub_((root @ u.unsqueeze(-1)).squeeze(-1), alpha=lr)

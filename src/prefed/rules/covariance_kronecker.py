@@ -136,7 +136,15 @@ class KroneckerCovariance(MatrixCovariance):
         squares = r[:, small.weights].square_().mul_(take)
         P[:, small.P] = squares.add_(P[:, small.P], alpha=keep)
 
+    def mean_variance(self, P: Tensor) -> Tensor:
+        """The trace of A (x) B / tr(A) is that of B."""
+        sides = (weights.right or weights.left for weights in self.weights)
+        traces = [_diagonal(side, P).sum(-1) for side in sides]
+        return torch.stack(traces).sum(0).div_(sum(w.rows * w.columns for w in self.weights))
+
     def derive(self, P: Tensor) -> Tensor:
+        tau = self.tau_for(P)
+        tau = tau.unsqueeze(-1) if isinstance(tau, Tensor) else tau
         root = P.new_empty(len(P), *self.root_shape())
         for weights in self.weights:
             a = _eigenvalues(weights.left, P, root)
@@ -145,7 +153,7 @@ class KroneckerCovariance(MatrixCovariance):
                 trace = a.sum(-1, keepdim=True).clamp_(min=torch.finfo(a.dtype).tiny)
                 b = _eigenvalues(weights.right, P, root)
                 spectrum = (a / trace).unsqueeze(-1) * b.unsqueeze(-2)
-            weights.divisors(root).copy_(spectrum.sqrt().add_(self.tau).reciprocal_())
+            weights.divisors(root).copy_(spectrum.sqrt().add_(tau).reciprocal_())
         return root
 
     def move(self, w: Tensor, root: Tensor, u: Tensor, lr: float) -> None:
@@ -166,10 +174,11 @@ class KroneckerCovariance(MatrixCovariance):
     def diagonal(self, P: Tensor) -> Tensor:
         parts = []
         for weights in self.weights:
-            a = _diagonal(weights.left, P)
+            a = _diagonal(weights.left, P[None])[0]
             if weights.right is not None:
                 tiny = torch.finfo(P.dtype).tiny
-                a = torch.outer(a / a.sum().clamp(min=tiny), _diagonal(weights.right, P))
+                b = _diagonal(weights.right, P[None])[0]
+                a = torch.outer(a / a.sum().clamp(min=tiny), b)
             parts.append(a.flatten())
         return torch.cat(parts)
 
@@ -194,5 +203,6 @@ def _eigenvalues(side: Side, P: Tensor, root: Tensor) -> Tensor:
 
 
 def _diagonal(side: Side, P: Tensor) -> Tensor:
-    factor = side.inside(P[None])[0]
-    return factor.diagonal() if side.whole else factor
+    """(C, size)"""
+    factor = side.inside(P)
+    return factor.diagonal(dim1=-2, dim2=-1) if side.whole else factor

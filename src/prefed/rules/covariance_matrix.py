@@ -39,6 +39,9 @@ class MatrixCovariance(Covariance):
     def fused(self, w: Tensor) -> Rule:
         return self
 
+    def with_clients(self, P: Tensor) -> Tensor:
+        return P.unsqueeze(0)
+
     def fields(self, layout: Layout) -> dict[str, Field]:
         fitted = self.fit(layout)
         P = Field(fitted.kept_shape(), nonnegative=self.one_matrix)
@@ -95,6 +98,10 @@ class MatrixCovariance(Covariance):
         """P = keep*P + take*(outer product of r), for each row, in place."""
 
     @abstractmethod
+    def mean_variance(self, P: Tensor) -> Tensor:
+        """The mean of the diagonal, for each row."""
+
+    @abstractmethod
     def derive(self, P: Tensor) -> Tensor:
         """What `move` needs of P."""
 
@@ -138,7 +145,9 @@ def eigen(P: Tensor) -> tuple[Tensor, Tensor]:
     return values.where(values > noise, 0.0), V
 
 
-def inverse_roots(P: Tensor, tau: float) -> Tensor:
-    """(P^(1/2) + tau*I)^(-1), computed in float64."""
+def inverse_roots(P: Tensor, tau: Tensor | float) -> Tensor:
+    """(P^(1/2) + tau*I)^(-1), computed in float64. A tau for each client is (C, 1)."""
     values, V = eigen(P)
+    if isinstance(tau, Tensor):
+        tau = tau.view(-1, *[1] * (values.dim() - 1))
     return ((V / values.sqrt().add_(tau).unsqueeze(-2)) @ V.mT).to(P.dtype)

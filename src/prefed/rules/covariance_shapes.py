@@ -33,6 +33,7 @@ def covariance(
     refresh: PositiveInt = 1,
     blocks: Blocks = "row",
     largest_side: PositiveInt = 256,
+    tau_relative: PositiveFloat | None = None,
 ) -> Covariance:
     """The paper's rule: m = beta1*m + (1 - beta1)*g, P = beta2*P + (1 - beta2)*(g - m)^2,
     w -= lr * m / (sqrt(P) + tau).
@@ -47,8 +48,14 @@ def covariance(
     refresh           steps between two computations of the inverse root
     blocks            of shape="block": one for each output "row", or one for each "tensor"
     largest_side      of shape="kronecker": the factor of a longer side is its diagonal
+    tau_relative      tau is this share of the root mean square of sqrt(P), in each step anew
     """
     make = SHAPES.get(shape)
-    own: dict[str, Any] = {"refresh": refresh, "blocks": blocks, "largest_side": largest_side}
+    own: dict[str, Any] = {
+        "refresh": refresh,
+        "blocks": blocks,
+        "largest_side": largest_side,
+        "tau_relative": tau_relative,
+    }
     has = {name: value for name, value in own.items() if name in make.__dataclass_fields__}
     return make(beta1, beta2, tau, accumulate, step_with, bias_correction, **has)

@@ -80,6 +80,8 @@ def check_groups(groups: Groups, layout: Layout, rule: Rule) -> None:
                 f"groups[{number}].tau: the client rule, {type(rule).__name__}, has no tau for "
                 f"each coordinate"
             )
+        if group.tau is not None and getattr(rule, "tau_relative", None) is not None:
+            raise PrefedError(f"groups[{number}].tau: cannot stand beside tau_relative")
         if group.lr_scale != 1 and rule.lockstep:
             raise PrefedError(
                 f"groups[{number}].lr_scale: clients of this algorithm meet in every step"

@@ -50,10 +50,15 @@ class Rule(ABC):
     """
 
     elementwise: ClassVar[bool] = True
-    """Each coordinate goes its own way, so a step may be cut into blocks of coordinates."""
+    """Each coordinate goes its own way, so some of them may stay with a client."""
 
     lockstep: ClassVar[bool] = False
     """The cohort meets in every step: `state["mean"]` is its mean gradient."""
+
+    @property
+    def in_parts(self) -> bool:
+        """A step may be cut into blocks of coordinates: nothing in it is of all of them."""
+        return self.elementwise
 
     def fields(self, layout: Layout) -> dict[str, Field]:
         """The named state for weights of this layout."""
@@ -87,6 +92,11 @@ class Rule(ABC):
         """What that field of one holder says of each coordinate (d)."""
         return P
 
+    def damping(self, P: Tensor) -> float:
+        """The tau that a step adds to the root of that field, as one holder has it."""
+        found = self.preconditioner()
+        return found[1] if found else 0.0
+
     def fused(self, w: Tensor) -> "Rule":
         """The same rule in fewer passes over memory for weights like `w`, equal up to rounding; or
         this one."""
@@ -95,11 +105,7 @@ class Rule(ABC):
     def apply(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
         """One `step`. An element-wise rule works on large vectors part by part, each of which stays
         in the CPU's cache from the first line of the rule to the last."""
-        if (
-            self.elementwise
-            and w.numel() > BLOCK
-            and all(s.shape == w.shape for s in state.values())
-        ):
+        if self.in_parts and w.numel() > BLOCK and all(s.shape == w.shape for s in state.values()):
             parts = [t.view(-1).split(BLOCK) for t in (w, g, *state.values())]
             for w_part, g_part, *rest in zip(*parts, strict=True):
                 self.step(w_part, g_part, dict(zip(state, rest, strict=True)), lr, k)
@@ -123,6 +129,17 @@ def scratch(like: Tensor) -> Tensor:
     if memory is None or memory.numel() < size:
         memory = kept[key] = torch.empty(size, dtype=like.dtype, device=like.device)
     return memory[:size].view(like.shape)
+
+
+PIECE = 1 << 14
+"""Numbers that torch adds up in one thread, so that the sum does not depend on their number."""
+
+
+def mean_of_last(x: Tensor) -> Tensor:
+    """The mean over the last dimension, with the same bits for any number of threads."""
+    if x.shape[-1] <= PIECE:
+        return x.mean(-1)
+    return torch.stack([part.sum(-1) for part in x.split(PIECE, -1)]).sum(0).div_(x.shape[-1])
 
 
 def accumulate(into: Tensor, value: Tensor, beta: float, how: str) -> None:

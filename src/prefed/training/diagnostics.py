@@ -28,8 +28,8 @@ def diagnose(algorithm: Algorithm, server: Server, round: int) -> dict[str, floa
     for rule, state, rate in sides:
         found = rule.preconditioner()
         if found is not None and found[0] in state:
-            name, tau = found
-            root = _sample(rule.fit(server.layout).diagonal(state[name])).sqrt()
+            rule, P = rule.fit(server.layout), state[found[0]]
+            tau, root = rule.damping(P), _sample(rule.diagonal(P)).sqrt()
             return {
                 "adaptive_share": float((root > tau).double().mean()),
                 "median_step": at(rate, round) / (float(root.median()) + tau),
@@ -55,12 +55,14 @@ class CollapseWatch:
         self.rounds = self.rounds + 1 if diagnosis["adaptive_share"] < COLLAPSED_SHARE else 0
         if self.rounds == COLLAPSED_ROUNDS:
             tau = self.server_side[1]
+            relative = getattr(self.algorithm, "tau_relative", None)
+            now = f"tau (now {tau})" if relative is None else f"tau_relative (now {relative})"
             per_step = getattr(self.algorithm, "per_step", False)
             warnings.warn(
                 f"{type(self.algorithm).__name__} has collapsed to SGD on the server: for "
                 f"{COLLAPSED_ROUNDS} rounds the preconditioner's root has been below tau in over "
                 f"99 % of the coordinates, so each step is about server_lr/tau times the change. "
-                f"Lower tau (now {tau}){' or set per_step=false' if per_step else ''}.",
+                f"Lower {now}{' or set per_step=false' if per_step else ''}.",
                 CollapseWarning,
                 stacklevel=2,
             )

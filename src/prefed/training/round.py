@@ -38,6 +38,9 @@ PERSONAL = "personal"
 LOCAL_STEPS = "local_steps"
 """Among the values that are averaged: how many local steps each client took, as float64."""
 
+LAST = "last_round"
+"""Kept by a client with state that it keeps between two averages: the round (from 0) it is from."""
+
 LOST = "lost"
 """Kept by a client whose codec has error feedback: what it has not sent yet of its changes."""
 
@@ -238,6 +241,10 @@ def local_update(algorithm: Algorithm, server: Server, block: Block, kept: Kept)
                     else:
                         row.fill_(field.start)
 
+    held = _held(algorithm, fields, shared, size)
+    for name, part in held.items():
+        _go_on(algorithm, server, block, kept, name, state[name][:, part])
+
     if algorithm.align:
         each = algorithm.align / steps_taken.to(w.dtype)
         torch.mul(server.shared[MEAN_CHANGE], each.unsqueeze(1), out=state[MEAN_CHANGE])
@@ -249,6 +256,9 @@ def local_update(algorithm: Algorithm, server: Server, block: Block, kept: Kept)
         rule.finish(w[rows], {name: value[rows] for name, value in state.items()}, lr, steps)
 
     stays = {n: state[n] for n in fields if policy(algorithm, n).kind == "keep"}
+    if held:
+        stays |= {name: state[name][:, part] for name, part in held.items()}
+        stays[LAST] = torch.full_like(steps_taken, server.round)
     if server.personal.numel():
         own = {n: state[n][:, size:] for n in shared}
         if any(policy(algorithm, n).kind == "derived" for n in own):
@@ -307,6 +317,24 @@ def _shared(algorithm: Algorithm, fields: Mapping[str, Field], layout: Layout) -
     """The fields that the server has a copy of for its part of the weights."""
     vectors = [name for name, field in fields.items() if field.shape == (layout.size,)]
     return [name for name in vectors if policy(algorithm, name).comes_down]
+
+
+def _held(
+    algorithm: Algorithm, fields: Mapping[str, Field], shared: Sequence[str], size: int
+) -> dict[str, slice]:
+    """The fields that clients keep between two averages, and what the server has of each."""
+    names = [name for name in fields if policy(algorithm, name).kept_between]
+    return {name: slice(size if name in shared else None) for name in names}
+
+
+def _go_on(
+    algorithm: Algorithm, server: Server, block: Block, kept: Kept, name: str, rows: Tensor
+) -> None:
+    """Clients whose own is newer than the server's copy begin with it."""
+    for row, client in zip(rows, block.clients, strict=True):
+        mine = kept.get(client)
+        if mine and policy(algorithm, name).is_newer(int(mine[LAST]), server.round):
+            row.copy_(mine[name])
 
 
 def client_state(server: Server, kept: State) -> tuple[Tensor, Tensor]:
@@ -396,8 +424,11 @@ def first_kept(algorithm: Algorithm, flat: FlatModel) -> State:
         kept |= {BUFFERS: buffers, STEPS: weights.new_zeros((), dtype=torch.int64)}
     if codec_of(algorithm, "weights").feedback:
         kept[LOST] = weights.new_zeros(flat.shared.size)
+    shared = _shared(algorithm, fields, flat.layout)
+    if held := _held(algorithm, fields, shared, flat.shared.size):
+        kept |= {n: fields[n].new(weights)[part].clone() for n, part in held.items()}
+        kept[LAST] = weights.new_zeros((), dtype=torch.int64)
     if (first := weights[flat.shared.size :]).numel():
-        shared = _shared(algorithm, fields, flat.layout)
         starts = {f"{PERSONAL}.{n}": torch.full_like(first, fields[n].start) for n in shared}
         kept |= {PERSONAL: first.clone()} | starts
     return kept
@@ -473,11 +504,12 @@ def _check_personal(algorithm: Algorithm, flat: FlatModel) -> None:
             f'take shape="diagonal"'
         )
     fields = rule.fields(flat.layout)
-    for field in fields.keys() - {*_shared(algorithm, fields, flat.layout)}:
+    for field in sorted(fields.keys() - {*_shared(algorithm, fields, flat.layout)}):
         if policy(algorithm, field).comes_down:
             raise PrefedError(
-                f"{name}.personal: {field} is one number for all weights, and those that stay have "
-                f"seen other steps than those that are averaged; set bias_correction=False"
+                f"{name}.personal: {field} is not a number for each weight but for many of them, "
+                f"and those that stay have seen other steps than those that are averaged; set "
+                f"bias_correction=False where there is such an option, or take another algorithm"
             )
 
 

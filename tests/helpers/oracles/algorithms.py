@@ -61,6 +61,7 @@ PREFED: Options = {
     "beta1": 0.9,
     "beta2": 0.9,
     "tau": 1e-3,
+    "tau_relative": None,
     "momentum": "average",
     "accumulate": "ema",
     "shape": "diagonal",
@@ -91,6 +92,7 @@ DEFAULTS: dict[str, Options] = {
         "beta1": 0.9,
         "beta2": 0.99,
         "tau": 1e-3,
+        "tau_relative": None,
         "per_step": True,
         "step_with": "delta",
         "accumulate": "ema",
@@ -587,7 +589,7 @@ class Preconditioner:
         self.shape = options["shape"]
         self.tensors = options["tensors"] or [(d,)]
         self.left = 0
-        self.root = np.zeros((0, 0))
+        self.root: Array = np.zeros((0, 0))
 
     def zero(self) -> Array:
         """P = 0."""
@@ -611,7 +613,7 @@ class Preconditioner:
     def apply(self, p: Array, u: Array) -> Array:
         """Give u / (sqrt(P) + tau), or (P^(1/2) + tau I)^-1 u with the newest root there is."""
         if self.shape == "diagonal":
-            return np.asarray(u / (np.sqrt(p) + self.options["tau"]))
+            return np.asarray(u / (np.sqrt(p) + damping(self.options, np.sqrt(p))))
         if self.left == 0:
             self.derive(p)
         self.left -= 1
@@ -628,7 +630,16 @@ class Preconditioner:
         root = shapes.dense_root(
             p.ravel(), self.d, self.shape, self.tensors, self.options["blocks"]
         )
-        self.root = np.linalg.inv(root + self.options["tau"] * np.eye(self.d))
+        self.root = np.linalg.inv(root + damping(self.options, root) * np.eye(self.d))
+
+
+def damping(options: Options, root: Array) -> float:
+    """Give tau, or its share of the root mean square of sqrt(P): d numbers, or a d x d matrix, in
+    which the squares of the eigenvalues are summed up by those of the entries."""
+    if options.get("tau_relative") is None:
+        return float(options["tau"])
+    rms = np.sqrt(np.sum(root**2) / len(root))
+    return float(options["tau_relative"] * rms) if rms > 0 else float(options["tau"])
 
 
 class PreFed(Algorithm):
@@ -675,7 +686,7 @@ class PreFed(Algorithm):
     def root(self, state: State) -> Array:
         """Give sqrt(P) + tau of a diagonal P."""
         p = state["P"] / state["P_mass"] if self.corrects_p() else state["P"]
-        return np.asarray(np.sqrt(p) + self.options["tau"])
+        return np.asarray(np.sqrt(p) + damping(self.options, np.sqrt(p)))
 
     def client(self, t: int, w: Array, i: int) -> tuple[Array, State, State, float]:
         """Run the K steps of client i: its weights, its m and P (with masses), its loss."""
@@ -836,7 +847,13 @@ RULES: dict[str, Options] = {
     "adagrad": {"tau": 1e-3, "v0": 0.0},
     "adam": {**ADAPTIVE, "v0": 0.0},
     "yogi": {**ADAPTIVE, "v0": 0.0},
-    "covariance": {"beta1": 0.9, "beta2": 0.9, "tau": 1e-3, "bias_correction": False},
+    "covariance": {
+        "beta1": 0.9,
+        "beta2": 0.9,
+        "tau": 1e-3,
+        "tau_relative": None,
+        "bias_correction": False,
+    },
 }
 
 
@@ -873,7 +890,7 @@ class NamedRule:
         if self.name == "adagrad":
             state["v"] = state["v"] + g**2
             return np.asarray(w - lr * g / (np.sqrt(state["v"]) + o["tau"]))
-        beta1, beta2, tau = o["beta1"], o["beta2"], o["tau"]
+        beta1, beta2 = o["beta1"], o["beta2"]
         state["m"] = beta1 * state["m"] + (1.0 - beta1) * g
         if self.name == "covariance":
             second = "P"
@@ -889,6 +906,7 @@ class NamedRule:
             state["m_mass"] = beta1 * state["m_mass"] + (1.0 - beta1)
             state[f"{second}_mass"] = beta2 * state[f"{second}_mass"] + (1.0 - beta2)
             m_hat, v_hat = m_hat / state["m_mass"], v_hat / state[f"{second}_mass"]
+        tau = damping(o, np.sqrt(v_hat))
         root = np.sqrt(v_hat + tau**2) if o.get("tau_inside") else np.sqrt(v_hat) + tau
         return np.asarray(w - lr * m_hat / root)
 
