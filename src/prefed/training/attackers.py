@@ -102,8 +102,8 @@ class Noise(Attack):
     factor: PositiveFloat = 10.0
 
     def change(self, change: Tensor, noise: Draw, honest: Moments | None) -> Tensor:
-        length = torch.linalg.vector_norm(change) / len(change) ** 0.5
-        return noise() * (self.factor * length)
+        length = float(torch.linalg.vector_norm(change)) / len(change) ** 0.5
+        return noise().mul_(self.factor * length)
 
 
 @ATTACKS.register("alie")

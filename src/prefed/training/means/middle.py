@@ -87,7 +87,7 @@ def mean_of(rows: Tensor) -> Tensor:
 def without_ends(block: Tensor, weights: Sequence[float], share: float, strict: bool) -> Tensor:
     """The weighted mean of what is left when at either end the values go whose weight together is
     at most (if `strict`, less than) this share of the whole."""
-    values, order = block.sort(0, stable=True)
+    values, order = block.sort(dim=0, stable=True)
     each = torch.tensor(weights, dtype=torch.float64, device=block.device)[order]
     up_to = each.cumsum(0)
     whole = float(sum(weights))

@@ -30,7 +30,8 @@ class Nearest(MeanRule):
 
     def best(self, rows: Sequence[Tensor]) -> list[int]:
         """The clients from the best score to the worst; of equal ones the first."""
-        return self.scores(rows).argsort(stable=True).tolist()  # type: ignore[no-any-return]
+        found: list[int] = self.scores(rows).argsort(stable=True).tolist()
+        return found
 
     def scores(self, rows: Sequence[Tensor]) -> Tensor:
         count = len(rows)
