@@ -94,7 +94,7 @@ class FlowerTrainer(Trainer):
         """The clients in the mean of the newest round."""
 
     def _check_attackers(self) -> None:
-        attackers = Attackers.of(self.settings)
+        attackers = Attackers.of(self.settings, len(self.data))
         if attackers is not None and attackers.attack.colludes:
             raise PrefedError(
                 "attackers: these liars have to know what honest clients send, which nodes do not; "

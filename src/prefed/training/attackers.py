@@ -1,8 +1,8 @@
 """Clients that lie, to try means with: `attackers = {share = 0.2, attack = "sign_flip"}`.
 
-Who lies is a draw for each client, the same in all rounds of a run. A liar trains as everyone does,
-and then sends something else: the lie comes before its codec, so that every engine, rank, codec
-and mean meets it.
+Who lies is drawn once for a run: this share of its clients, to the nearest whole number. A liar
+trains as everyone does, and then sends something else: the lie comes before its codec, so that
+every engine, rank, codec and mean meets it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
-from pydantic import Field, PlainValidator, PositiveFloat, ValidationError
+from pydantic import PlainValidator, PositiveFloat, ValidationError
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
@@ -164,35 +164,21 @@ class TinyState(HugeState):
 class Attackers:
     """The liars of a run."""
 
-    share: Annotated[float, Field(ge=0, lt=1)]
     attack: Attack
-    seed: int = 0
+    liars: frozenset[int]
+    """Their numbers."""
+    seed: int
 
     @classmethod
-    def of(cls, settings: "Settings") -> "Attackers | None":
-        table = settings.attackers
-        return None if table is None else cls.parse(table, settings.seed)
-
-    @classmethod
-    def parse(cls, given: Any, seed: int = 0) -> "Attackers":
-        """From a table with `share`, `attack` and the options of the attack."""
-        if not isinstance(given, Mapping) or not isinstance(given.get("attack"), str):
-            raise ValueError(
-                f'should be a table such as {{share = 0.2, attack = "sign_flip"}}, '
-                f"not {shown(given)}"
-            )
-        share, kind = given.get("share"), ATTACKS.get(given["attack"])
-        if not isinstance(share, float | int) or isinstance(share, bool) or not 0 <= share < 1:
-            raise ValueError(f"share: should be at least 0 and below 1, not {shown(share)}")
-        model = options_model(kind)
-        try:
-            options = model(**{k: v for k, v in given.items() if k not in ("share", "attack")})
-        except ValidationError as error:
-            raise ValueError("; ".join(explain(error, model))) from None
-        return cls(float(share), kind(**dict(options)), seed)
+    def of(cls, settings: "Settings", clients: int) -> "Attackers | None":
+        if settings.attackers is None:
+            return None
+        share, attack = parse(settings.attackers)
+        drawn = draws.cohort(settings.seed, 0, clients, round(share * clients), "attackers")
+        return cls(attack, frozenset(drawn), settings.seed)
 
     def lies(self, client: int) -> bool:
-        return bool(draws.generator(self.seed, "attackers", 0, client).random() < self.share)
+        return client in self.liars
 
     def among(self, clients: Sequence[int]) -> list[int]:
         return [client for client in clients if self.lies(client)]
@@ -259,8 +245,25 @@ def second_moments(algorithm: Algorithm, layout: Layout) -> list[str]:
     ]
 
 
+def parse(given: Any) -> tuple[float, Attack]:
+    """The share of liars and what they do, from a table with `share`, `attack` and options."""
+    if not isinstance(given, Mapping) or not isinstance(given.get("attack"), str):
+        raise ValueError(
+            f'should be a table such as {{share = 0.2, attack = "sign_flip"}}, not {shown(given)}'
+        )
+    share, kind = given.get("share"), ATTACKS.get(given["attack"])
+    if not isinstance(share, float | int) or isinstance(share, bool) or not 0 <= share < 1:
+        raise ValueError(f"share: should be at least 0 and below 1, not {shown(share)}")
+    model = options_model(kind)
+    try:
+        options = model(**{k: v for k, v in given.items() if k not in ("share", "attack")})
+    except ValidationError as error:
+        raise ValueError("; ".join(explain(error, model))) from None
+    return float(share), kind(**dict(options))
+
+
 def _checked(given: Any) -> Any:
-    Attackers.parse(given)
+    parse(given)
     return dict(given)
 
 

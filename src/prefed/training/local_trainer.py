@@ -52,7 +52,7 @@ class LocalTrainer(Trainer):
         check_engine(settings.engine)
         self.algorithm, self.task, self.data, self.settings = algorithm, task, data, settings
         self.means = Means.of(settings.mean, settings.state_mean)
-        self.attackers = Attackers.of(settings)
+        self.attackers = Attackers.of(settings, len(data))
         self.kept: dict[int, State] = {}
         """The state that clients keep, for those that took part."""
         self.first_kept = first_kept(algorithm, task.flat)

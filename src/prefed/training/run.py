@@ -99,7 +99,7 @@ class Run:
             check_sharing(algorithm, flat.shared)
             check_personal(algorithm, flat)
             check_in_place(algorithm, flat, settings.steps(len(data.client(0))))
-        self.attackers = Attackers.of(settings)
+        self.attackers = Attackers.of(settings, len(data))
         """The clients that lie, if there are such."""
         if self.attackers is not None:
             self.attackers.check(algorithm, flat.shared)
