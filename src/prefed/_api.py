@@ -31,8 +31,10 @@ from prefed.experiments.simulate import simulate
 from prefed.experiments.stored_runs import load_runs, to_pandas
 from prefed.models import MODELS
 from prefed.rules import RULES, Field, Rule
+from prefed.training.attackers import ATTACKS
 from prefed.training.diagnostics import CollapseWarning
 from prefed.training.engines import ENGINES, EngineWarning
+from prefed.training.means import MEANS
 from prefed.training.metrics import METRICS
 from prefed.training.observers import Callback
 from prefed.training.result import Result
@@ -40,12 +42,12 @@ from prefed.training.run import Run, Simulation
 from prefed.training.settings import Settings
 
 __all__ = [
-    "ALGORITHMS", "CODECS", "DATASETS", "ENGINES", "LOSSES", "METRICS", "MODELS", "RULES",
-    "SCAFFOLD", "SPLITS", "AdaAlter", "Algorithm", "Callback", "CollapseWarning", "Diverged",
-    "EngineWarning", "FedAdagrad", "FedAdam", "FedAdamW", "FedAvg", "FedAvgM", "FedBN", "FedCM",
-    "FedLADA", "FedLion", "FedNova", "FedPM", "FedPer", "FedProx", "FedRep", "FedYogi",
-    "FederatedData", "Field", "Interrupted", "LocalAdam", "Pair",
-    "Partition", "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync", "PrefedError", "Rate", "Result",
-    "Rule", "Run", "Settings", "Simulation", "average", "derived", "keep", "load", "load_runs",
-    "optim", "reset", "schedule", "simulate", "to_pandas",
+    "ALGORITHMS", "ATTACKS", "CODECS", "DATASETS", "ENGINES", "LOSSES", "MEANS", "METRICS",
+    "MODELS", "RULES", "SCAFFOLD", "SPLITS", "AdaAlter", "Algorithm", "Callback",
+    "CollapseWarning", "Diverged", "EngineWarning", "FedAdagrad", "FedAdam", "FedAdamW", "FedAvg",
+    "FedAvgM", "FedBN", "FedCM", "FedLADA", "FedLion", "FedNova", "FedPM", "FedPer", "FedProx",
+    "FedRep", "FedYogi", "FederatedData", "Field", "Interrupted", "LocalAdam", "Pair", "Partition",
+    "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync", "PrefedError", "Rate", "Result", "Rule",
+    "Run", "Settings", "Simulation", "average", "derived", "keep", "load", "load_runs", "optim",
+    "reset", "schedule", "simulate", "to_pandas",
 ]  # fmt: skip

@@ -63,6 +63,29 @@ def test_the_same_bits_as_simulation(algorithm: dict[str, Any], tmp_path: Path) 
         assert told_by_all(ours) == told_by_all(theirs)
 
 
+@pytest.mark.parametrize("options", [
+    {"mean": "median", "attackers": {"share": 0.3, "attack": "sign_flip"}},
+    {"mean": {"name": "trimmed", "share": 0.2, "bucket": 2}, "state_mean": "geometric",
+     "weighting": "samples", "attackers": {"share": 0.3, "attack": "huge_state"}},
+    {"mean": "plain", "state_mean": "clipped", "attackers": {"share": 0.3, "attack": "label_flip"}},
+])  # fmt: skip
+def test_means_and_liars_have_the_same_bits_as_in_simulation(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    config = config_of({"name": "prefed", "client_lr": 0.01, "upload": "int8"}, **options)
+    here, there = simulated(config), Federation(config, tmp_path).run()
+    assert torch.equal(here.server.weights, there.server.weights)
+    assert torch.equal(here.server.shared["P"], there.server.shared["P"])
+    assert [r["attackers"] for r in here.history] == [r["attackers"] for r in there.history]
+    assert sum(r["attackers"] for r in here.history) > 0
+
+
+def test_liars_that_must_know_what_others_send_are_refused(tmp_path: Path) -> None:
+    config = config_of({"name": "fedavg"}, attackers={"share": 0.3, "attack": "alie"})
+    with pytest.raises(PrefedError, match="attackers: these liars have to know"):
+        Federation(config, tmp_path).deployment()
+
+
 @pytest.mark.parametrize("algorithm", [
     {"name": "fednova", "client_momentum": 0.5}, {"name": "prefedopt"}, {"name": "scaffold"},
     {"name": "prefed", "momentum": "derived", "upload": "int8"}, {"name": "fedadam", "align": 0.3},

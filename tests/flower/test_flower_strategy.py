@@ -117,6 +117,33 @@ def test_client_side_algorithms_with_local_train(options: dict[str, Any], tmp_pa
     torch.testing.assert_close(flat(result.arrays), wanted, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("means", [
+    {"mean": "median"}, {"mean": "plain", "state_mean": "geometric"},
+    {"mean": {"name": "trimmed", "share": 0.2, "bucket": 2}},
+], ids=str)  # fmt: skip
+def test_means_that_bear_liars(means: dict[str, Any], tmp_path: Path) -> None:
+    strategy = prefed.flower.PreFed(client_lr=0.01, **means, **OPTIONS)
+    result = run(strategy, tiny_grid(tiny_app(arrays(), "local_train"), tmp_path))
+    wanted = simulated(prefed.PreFed(client_lr=0.01), **means)
+    torch.testing.assert_close(flat(result.arrays), wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"mean": "medain"}, 'did you mean "median"'),
+    ({"mean": "median", "weighting": "uniform", "privacy": prefed.flower.CentralDP(1.0, 1.0)},
+     "privacy: the noise is made for the plain mean"),
+])  # fmt: skip
+def test_means_that_cannot_be(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(PrefedError, match=words):
+        prefed.flower.FedAvg(client_lr=LR, **options)
+
+
+def test_krum_is_refused_for_clients_with_weights(tmp_path: Path) -> None:
+    strategy = prefed.flower.FedAvg(client_lr=LR, mean="krum", **OPTIONS)
+    with pytest.raises(PrefedError, match='weighting="uniform"'):
+        run(strategy, tiny_grid(tiny_app(arrays()), tmp_path))
+
+
 class WithBuffers(nn.Module):
     """BatchNorm, and constants that have no mean."""
 

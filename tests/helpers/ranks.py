@@ -35,8 +35,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "fedadamw": {"engine": "sequential", "clients_per_round": 5, "local_epochs": 1},
     "fedpm+full": {"engine": "vectorised", "weighting": OWN, "clients_per_round": 5},
     "fedlada": {"engine": "vectorised", "clients_per_round": 5},
+    "adaalter": {"engine": "vectorised", "weighting": OWN, "mean": {"name": "median", "bucket": 2},
+                 "state_mean": "geometric", "attackers": {"share": 0.4, "attack": "alie"}},
+    "localadam": {"engine": "sequential", "clients_per_round": 2, "mean": "clipped",
+                  "state_mean": "plain"},
     "fedadam": {"engine": "sequential", "clients_per_round": 5, "client_dropout": 0.4, "quorum": 2},
-}
+}  # fmt: skip
 MORE: dict[str, dict[str, Any]] = {
     "": {},
     "norm": {"statistics": "keep", "momentum": "keep"},

@@ -38,14 +38,13 @@ def describe() -> dict[str, Any]:
             for name in _ours("ALGORITHMS")
         },
         "settings": {key: _default(f) for key, f in prefed.Settings.model_fields.items()},
-        "registries": {
-            name: _ours(name)
-            for name in ("CODECS", "DATASETS", "ENGINES", "METRICS", "MODELS", "RULES", "SPLITS")
-        },
+        "registries": {name: _ours(name) for name in _REGISTRIES},
     }
 
 
 _POLICIES = ("average", "derived", "keep", "reset")
+_REGISTRIES = ("ATTACKS", "CODECS", "DATASETS", "ENGINES", "MEANS", "METRICS", "MODELS", "RULES",
+               "SPLITS")  # fmt: skip
 _SCHEDULES = ("at", "cosine", "step", "warmup")
 
 

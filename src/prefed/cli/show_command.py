@@ -12,14 +12,16 @@ from prefed.cli.text import joined, say
 
 def ls() -> None:
     """List presets, studies, tables, and what they name: algorithms, models, data sets, ..."""
-    from prefed import ALGORITHMS, CODECS, DATASETS, ENGINES, LOSSES, MODELS, RULES, SPLITS
+    from prefed import _api as api
     from prefed.experiments.config import presets, studies, tables
 
     for title, names in (("presets", presets()), ("studies", studies()), ("tables", tables())):
         say(f"{title + ':':<12}" + " ".join(names), 12 * " ")
     for title, registry in (
-        ("algorithms", ALGORITHMS), ("rules", RULES), ("models", MODELS), ("data sets", DATASETS),
-        ("splits", SPLITS), ("engines", ENGINES), ("codecs", CODECS), ("losses", LOSSES),
+        ("algorithms", api.ALGORITHMS), ("rules", api.RULES), ("models", api.MODELS),
+        ("data sets", api.DATASETS), ("splits", api.SPLITS), ("engines", api.ENGINES),
+        ("codecs", api.CODECS), ("losses", api.LOSSES), ("means", api.MEANS),
+        ("attacks", api.ATTACKS),
     ):  # fmt: skip
         say(f"{title + ':':<12}" + " ".join(registry.names()), 12 * " ")
 
@@ -28,7 +30,7 @@ def cat(
     name: Annotated[str, typer.Argument(help="a preset, or anything `prefed ls` lists")],
 ) -> None:
     """Print a preset, study or table, or what an algorithm, rule, model, data set, split, codec,
-    engine or loss is and its options; also of your own, as module:name."""
+    engine, loss, mean or attack is and its options; also of your own, as module:name."""
     from prefed.core.errors import PrefedError, did_you_mean
     from prefed.experiments.config import find, shipped
 
@@ -58,12 +60,14 @@ def cat(
 
 def _kinds() -> dict[Any, tuple[str, ...]]:
     """What can be named, and which parameters are no options since they are handed over."""
-    from prefed import ALGORITHMS, CODECS, DATASETS, ENGINES, LOSSES, MODELS, RULES, SPLITS
+    from prefed import _api as api
     from prefed.data.dataset import GIVEN_TO_SPLITS
 
     return {
-        ALGORITHMS: (), MODELS: ("inputs", "classes"), DATASETS: (), SPLITS: GIVEN_TO_SPLITS,
-        RULES: (), CODECS: (), ENGINES: ("task", "data", "settings"), LOSSES: ("output", "y"),
+        api.ALGORITHMS: (), api.MODELS: ("inputs", "classes"), api.DATASETS: (),
+        api.SPLITS: GIVEN_TO_SPLITS, api.RULES: (), api.CODECS: (),
+        api.ENGINES: ("task", "data", "settings"), api.LOSSES: ("output", "y"), api.MEANS: (),
+        api.ATTACKS: (),
     }  # fmt: skip
 
 

@@ -16,7 +16,8 @@ Values = dict[str, Tensor]
 
 class Arrivals:
     """Holds a running mean over the cohort's positions and not the updates: a few vectors if
-    they come in order, whatever the size of the cohort, and the same bits in any order."""
+    they come in order, whatever the size of the cohort, and the same bits in any order. A mean
+    that is not plain holds the updates."""
 
     def __init__(
         self,
@@ -24,13 +25,15 @@ class Arrivals:
         cohort: Sequence[int],
         weight: Callable[[int, int], float],
         averaged: Callable[[UntrustedUpdate], Values],
+        mean: Mean | None = None,
     ) -> None:
         """weight     of a client, given its number and how many samples it has
         averaged   what is added up of an accepted update
+        mean       what adds them up, if it is not the plain mean
         """
         self.admission, self.weight, self.averaged = admission, weight, averaged
         self.position = {client: position for position, client in enumerate(cohort)}
-        self.mean = Mean()
+        self.mean = Mean() if mean is None else mean
         self.refused: dict[int, Refused] = {}
         """The clients without an admitted update, and why."""
 

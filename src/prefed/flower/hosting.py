@@ -31,6 +31,11 @@ class Host:
         config = load(tomllib.loads(text))
         self.run = config.make_run()
         if own is not None:
+            if config.attackers is not None:
+                raise PrefedError(
+                    "attackers: they are for trials with the data of the config, and this node has "
+                    "samples of its own"
+                )
             share = config.data.client_test
             data = _own_data(self.run.data, own(context))
             self.run.data = data.hold_out(share, config.seed) if share else data
@@ -43,6 +48,8 @@ class Host:
         engine = Sequential(run.task, run.data, run.settings)
         for client, kept, about in self._clients():
             update = engine.update(algorithm, server, [client], kept)
+            if run.attackers is not None:
+                update = run.attackers.send(algorithm, server, update, [client])
             message, stays = upload(algorithm, server, update, [client], kept, run.settings.seed)
             if self.keeps:
                 self.store.write(client, self.ask.round, {n: v[0] for n, v in stays.items()})

@@ -44,7 +44,9 @@ from prefed.flower.replies import exchange
 from prefed.flower.wire import pack, unpack_message
 from prefed.rules import State
 from prefed.training.admission import Admission, Refused, UntrustedUpdate, expected
+from prefed.training.attackers import Attackers
 from prefed.training.client_evaluation import ClientEvaluation, Score
+from prefed.training.means.choice import Means
 from prefed.training.messages import to_mean
 from prefed.training.observers import Callback
 from prefed.training.round import Server, first_kept, traffic
@@ -78,6 +80,8 @@ class FlowerTrainer(Trainer):
 
     def __post_init__(self) -> None:
         refuse_lockstep(self.algorithm)
+        self._check_attackers()
+        self.means = Means.of(self.settings.mean, self.settings.state_mean)
         data, self.engine = self.data, "flower x 1"
         self.keeps = bool(first_kept(self.algorithm, self.task.flat))
         self.run = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8)
@@ -88,6 +92,14 @@ class FlowerTrainer(Trainer):
         self.nodes = Nodes(self.partitions.identify)
         self.admitted: list[int] = []
         """The clients in the mean of the newest round."""
+
+    def _check_attackers(self) -> None:
+        attackers = Attackers.of(self.settings, len(self.data))
+        if attackers is not None and attackers.attack.colludes:
+            raise PrefedError(
+                "attackers: these liars have to know what honest clients send, which nodes do not; "
+                "try them in a simulation (prefed run)"
+            )
 
     def prepare(self, run: Run) -> None:
         self._wait(range(len(self.data)))
@@ -120,7 +132,8 @@ class FlowerTrainer(Trainer):
         admission = Admission(
             specs, server.round, clients, samples=samples, norm_cap=options.norm_cap
         )
-        arrivals = Arrivals(admission, clients, self.settings.weight, self._averaged)
+        mean = self.means.collect(self.algorithm, server, len(clients), self.settings.seed)
+        arrivals = Arrivals(admission, clients, self.settings.weight, self._averaged, mean)
         broadcast = pack(server.broadcast(self.algorithm))
         needed = max(1, math.ceil(options.min_fraction * len(clients)))
         for attempt in range(1 + options.retries):

@@ -44,6 +44,7 @@ from prefed.flower.statedict import StateDict
 from prefed.flower.wire import pack, unpack
 from prefed.rules import SGD, State
 from prefed.training.admission import LARGEST_COUNT, Admission, Refused, UntrustedUpdate, expected
+from prefed.training.means.choice import Means
 from prefed.training.messages import mean_steps, to_mean
 from prefed.training.round import LOCAL_STEPS, Server, check_sharing, server_update
 
@@ -80,6 +81,9 @@ class Strategy(FlowerStrategy):
     norm_cap             the largest norm of a client's change of the weights
     largest_count        the highest number of samples that is accepted
     privacy              prefed.flower.CentralDP(...)
+    mean                 how the clients' changes become one: "plain", or one that bears clients who
+                         lie, such as "median" (docs/robust.md)
+    state_mean           the same for what clients share besides; None is that of the weights
     """
 
     algorithm: Algorithm
@@ -105,6 +109,8 @@ class Strategy(FlowerStrategy):
     norm_cap: float | None = None
     largest_count: int = LARGEST_COUNT
     privacy: CentralDP | None = None
+    mean: str | dict[str, Any] = "plain"
+    state_mean: str | dict[str, Any] | None = None
     quorum: InitVar[float | None] = None
 
     def __post_init__(self, quorum: float | None) -> None:
@@ -153,10 +159,19 @@ class Strategy(FlowerStrategy):
             raise PrefedError(
                 f'weighting: should be "samples" or "uniform", not {self.weighting!r}'
             )
+        try:
+            self.means = Means.of(self.mean, self.state_mean)
+        except ValueError as error:
+            raise PrefedError(f"mean, state_mean: {error}") from None
         if self.privacy is not None:
             self._check_privacy()
 
     def _check_privacy(self) -> None:
+        if not self.means.is_plain:
+            raise PrefedError(
+                "privacy: the noise is made for the plain mean, on which a client has a bounded "
+                'influence; set mean="plain"'
+            )
         if any(policy.kind == "average" for policy in self.algorithm.sharing().values()):
             raise PrefedError(
                 f"privacy: clients of {type(self.algorithm).__name__} share optimiser state, which "
@@ -205,7 +220,11 @@ class Strategy(FlowerStrategy):
         )
         by_samples = self.weighting == "samples"
         weight = lambda client, samples: float(samples) if by_samples else 1.0  # noqa: E731
-        self.arrivals, self._metrics = Arrivals(admission, cohort, weight, self._averaged), {}
+        if server_round == 1:
+            self.means.check(self.algorithm, self.server, len(cohort), self.weighting)
+        mean = self.means.collect(self.algorithm, self.server, len(cohort), self.seed)
+        self.arrivals = Arrivals(admission, cohort, weight, self._averaged, mean)
+        self._metrics = {}
         config["server-round"] = server_round
         self._round = arrays, config
         return self._messages(cohort)

@@ -14,10 +14,12 @@ from prefed.algorithms import Algorithm
 from prefed.core.memory import Memory
 from prefed.data import FederatedData
 from prefed.rules import State
+from prefed.training.attackers import Attackers, Moments
 from prefed.training.engines.auto import MEASURED, Choice, choose, threads_of
-from prefed.training.engines.engine import check_engine, train_block
+from prefed.training.engines.engine import Engine, check_engine, train_block
 from prefed.training.engines.workers import Clients, Workers
 from prefed.training.mean import Mean
+from prefed.training.means.choice import Means
 from prefed.training.round import Server, Update, client_state, first_kept
 from prefed.training.settings import Settings
 from prefed.training.task import Task
@@ -33,11 +35,12 @@ SQUARE = "square"
 """Among the values of a mean: the squared norm of each client's change of the weights."""
 
 
-def spread(mean: State) -> Record:
+def spread(mean: State, is_plain: bool = True) -> Record:
     """Of the clients' changes of the weights: the norm of their mean, and how far they drift apart:
-    the root mean square of their distances to it, relative to that norm. Takes the mean of their
-    squared norms out of `mean`."""
+    the root mean square of their distances to it, relative to that norm; not of a mean that is not
+    plain. Takes the mean of their squared norms out of `mean`."""
     norm, square = float(torch.linalg.vector_norm(mean["weights"])), float(mean.pop(SQUARE))
+    square = square if is_plain else math.nan
     drift = math.sqrt(max(square - norm**2, 0.0)) / norm if math.isfinite(square) and norm else None
     return {"update_norm": norm, "drift": drift}
 
@@ -48,6 +51,8 @@ class LocalTrainer(Trainer):
     ) -> None:
         check_engine(settings.engine)
         self.algorithm, self.task, self.data, self.settings = algorithm, task, data, settings
+        self.means = Means.of(settings.mean, settings.state_mean)
+        self.attackers = Attackers.of(settings, len(data))
         self.kept: dict[int, State] = {}
         """The state that clients keep, for those that took part."""
         self.first_kept = first_kept(algorithm, task.flat)
@@ -99,7 +104,8 @@ class LocalTrainer(Trainer):
         """The mean over these clients, in a fixed order."""
         self.memory.give(self.lent)  # the server has used the mean of the last round up
         self.lent = []
-        mean, kept = Mean(self.memory), {}
+        seed, kept = self.settings.seed, {}
+        mean = self.means.collect(self.algorithm, server, len(clients), seed, self.memory)
         for first, update in self._updates(server, clients):
             block = clients[first : first + len(update.losses)]
             weights = [self.settings.weight(c, len(self.data.client(c))) for c in block]
@@ -125,10 +131,37 @@ class LocalTrainer(Trainer):
         """The updates of the clients, block by block, with the position of each one's first."""
         workers = self.workers
         assert workers is not None, "prepare() comes first"
+        train = partial(
+            train_block, self.algorithm, server, self.kept, self.settings.seed,
+            attackers=self.attackers, honest=self._honest(server, clients),
+        )  # fmt: skip
         blocks = self._share(workers.blocks(self.algorithm, clients))
-        train = partial(train_block, self.algorithm, server, self.kept, self.settings.seed)
         with torch.random.fork_rng(enabled=True):
             yield from workers.updates(train, blocks)
+
+    def _honest(self, server: Server, clients: list[int]) -> Moments | None:
+        """What the honest ones among these clients do, if liars want to know: they train twice."""
+        if self.attackers is None or not self.attackers.attack.colludes:
+            return None
+        honest = [client for client in clients if not self.attackers.lies(client)]
+        workers = self.workers
+        if workers is None or not honest:
+            return None
+        mean = Mean()
+        like = {"mean": server.weights.double(), "square": server.weights.double()}
+
+        def changes(engine: Engine, block: Sequence[int]) -> Update:
+            return engine.update(self.algorithm, server, block, self.kept)
+
+        with torch.random.fork_rng(enabled=True):
+            blocks = self._share(workers.blocks(self.algorithm, honest))
+            for first, update in workers.updates(changes, blocks):
+                rows = update.values["weights"].double()
+                numbers = [1.0] * len(rows)
+                mean.add_block(first, {"mean": rows, "square": rows.square()}, numbers, numbers)
+        found, _ = self._result(mean, like)
+        spread = (found["square"] - found["mean"].square()).clamp_(min=0).sqrt_()
+        return Moments(found["mean"], spread)
 
     # What several ranks do together, and one process does alone.
 
@@ -142,7 +175,11 @@ class LocalTrainer(Trainer):
         """What arrived, from what this process has."""
         values, loss = mean.result()
         self.lent = [*values.values()]
-        return Arrived(values, loss, clients, kept, spread(values))
+        record = spread(values, self.means.weights.rule.is_plain)
+        return Arrived(values, loss, clients, kept, record)
+
+    def _result(self, mean: Mean, like: State) -> tuple[State, float]:
+        return mean.result()
 
     # Between rounds
 

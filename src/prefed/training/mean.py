@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from prefed.core.memory import Memory
+from prefed.rules import State
 
 
 @dataclass
@@ -35,6 +36,9 @@ class Part:
 
 class Mean:
     """Collects the clients of a round, each at its position in the cohort."""
+
+    top: int = 64
+    """Subtrees of this level stay apart."""
 
     def __init__(self, memory: Memory | None = None) -> None:
         self._parts: dict[tuple[int, int], Part] = {}
@@ -91,10 +95,17 @@ class Mean:
     def add_part(self, part: Part) -> None:
         self._insert(part, ours=True)
 
+    def collected(self, like: State) -> "list[tuple[Mean, State]]":
+        """The trees that it consists of, and which of the values `like` each has."""
+        return [(self, like)]
+
     def _insert(self, part: Part, ours: bool) -> None:
         """Put a subtree in its place and merge it upwards; `ours` if it need not be copied."""
         given = part
-        while (sibling := self._parts.pop((part.level, part.index ^ 1), None)) is not None:
+        while (
+            part.level < self.top
+            and (sibling := self._parts.pop((part.level, part.index ^ 1), None)) is not None
+        ):
             sibling.merge(part)
             if part.copied:
                 self._memory.give(part.values.values())
@@ -105,7 +116,7 @@ class Mean:
 
     def result(self) -> tuple[dict[str, Tensor], float]:
         """The mean of the values, and of the losses."""
-        total, *rest = sorted(self._parts.values(), key=_place, reverse=True)
+        total, *rest = sorted(self._parts.values(), key=place, reverse=True)
         for part in rest:
             part.merge(total)
             if total.copied:
@@ -116,5 +127,6 @@ class Mean:
         return total.values, total.loss / total.weight
 
 
-def _place(part: Part) -> int:
+def place(part: Part) -> int:
+    """The position of its first client."""
     return part.index << part.level

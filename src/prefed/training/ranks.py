@@ -102,7 +102,11 @@ class RankTrainer(LocalTrainer):
     ) -> Arrived:
         like = averaged(self.algorithm, server) | {SQUARE: server.weights.new_zeros(1)}
         values, loss = mean_of_all(mean, like)
-        return Arrived(values, loss, clients, kept_of_all(kept, self.first_kept), spread(values))
+        record = spread(values, self.means.weights.rule.is_plain)
+        return Arrived(values, loss, clients, kept_of_all(kept, self.first_kept), record)
+
+    def _result(self, mean: Mean, like: State) -> tuple[State, float]:
+        return mean_of_all(mean, like)
 
     def _not_finite(self, server: Server, clients: list[int]) -> list[int]:
         found = json.dumps([int(client) for client in super()._not_finite(server, clients)])
@@ -124,21 +128,28 @@ def share(items: Sequence[T], rank: int, ranks: int) -> Sequence[T]:
 def mean_of_all(collected: Mean, like: State) -> tuple[State, float]:
     """The mean over the clients of all ranks, with the bits of a single process. `like` has the
     names and shapes of the values, for ranks without a client."""
-    ranks, me, distance = dist.get_world_size(), dist.get_rank(), 1
+    me = dist.get_rank()
     with _watching():
-        while distance < ranks:
-            if me % (2 * distance) == distance:
-                _send(collected.parts(), like, me - distance)
-            elif me % (2 * distance) == 0 and me + distance < ranks:
-                for part in _receive(like, me + distance):
-                    collected.add_part(part)
-            distance *= 2
+        for tree, own in collected.collected(like):
+            _to_first(tree, own)
         values, loss = collected.result() if me == 0 else (like, 0.0)
         packed = _pack({name: values[name] for name in like})
         number = torch.tensor([loss], dtype=torch.float64, device=packed.device)
         dist.broadcast(packed, 0)
         dist.broadcast(number, 0)
     return _unpack(packed, like), float(number)
+
+
+def _to_first(tree: Mean, like: State) -> None:
+    """Hand the subtrees down to lower ranks, which go on adding, until the first has all."""
+    ranks, me, distance = dist.get_world_size(), dist.get_rank(), 1
+    while distance < ranks:
+        if me % (2 * distance) == distance:
+            _send(tree.parts(), like, me - distance)
+        elif me % (2 * distance) == 0 and me + distance < ranks:
+            for part in _receive(like, me + distance):
+                tree.add_part(part)
+        distance *= 2
 
 
 def kept_of_all(kept: dict[int, State], like: State) -> dict[int, State]:

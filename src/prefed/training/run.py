@@ -19,10 +19,12 @@ from prefed.core.memory import all_finite
 from prefed.core.schedule import at
 from prefed.data import FederatedData
 from prefed.rules import State
+from prefed.training.attackers import Attackers
 from prefed.training.client_evaluation import ClientEvaluation
 from prefed.training.diagnostics import CollapseWatch, diagnose
 from prefed.training.goals import Best, Goal, Stopper
 from prefed.training.identity import identity
+from prefed.training.means.choice import Means
 from prefed.training.messages import mean_steps
 from prefed.training.metrics import Metrics
 from prefed.training.observers import Callback, Observers
@@ -99,11 +101,18 @@ class Run:
             check_sharing(algorithm, flat.shared)
             check_parts(algorithm, flat)
             check_in_place(algorithm, flat, settings.steps(len(data.client(0))))
+        self.attackers = Attackers.of(settings, len(data))
+        """The clients that lie, if there are such."""
+        if self.attackers is not None:
+            self.attackers.check(algorithm, flat.shared)
+            self.data = self.attackers.spoil(data)
         self._evaluation_threads = threads_for(
             self.task.evaluation_batch * self.task.operations(data)
         )
-        self.trainer = make_trainer(algorithm, self.task, data, settings)
+        self.trainer = make_trainer(algorithm, self.task, self.data, settings)
         self.server = Server.start(algorithm, flat.shared, flat.weights, flat.read_buffers())
+        means = Means.of(settings.mean, settings.state_mean)
+        means.check(algorithm, self.server, asked, settings.weighting)
         self.config = config or identity(algorithm, self.task.flat.module, data, settings, loss)
         """What is run, as config.toml has it."""
         self.history: list[Record] = []
@@ -305,6 +314,8 @@ class Run:
         }
         if len(answers) < len(cohort):
             record["dropped"] = sorted({*cohort} - {*answers})
+        if self.attackers is not None:
+            record["attackers"] = len(self.attackers.among(answers))
         return record
 
     def _step(self, arrived: Arrived, steps: float) -> None:

@@ -19,7 +19,9 @@ from pydantic import (
 from prefed.core.deprecated import with_new_names
 from prefed.core.plain import plain
 from prefed.training import metrics
+from prefed.training.attackers import AttackersOption
 from prefed.training.goals import Goal, StopWhen
+from prefed.training.means.choice import MeanOption
 
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weighting = Annotated[
@@ -64,6 +66,14 @@ class Settings(BaseModel):
     weighting: Weighting = "uniform"
     """Clients count in the mean equally ("uniform"), by their number of "samples", or by weights of
     your own, a list with a positive number for each client."""
+    mean: MeanOption = "plain"
+    """How the clients' changes of the weights become one: "plain", the weighted mean, or one that
+    bears some clients who lie or break: "median", {name = "trimmed", share = 0.2, bucket = 2}."""
+    state_mean: MeanOption | None = None
+    """The same for what clients share besides (P, m, the statistics of BatchNorm); that of the
+    weights if not set."""
+    attackers: AttackersOption | None = None
+    """Clients that lie, to try means with: {share = 0.2, attack = "sign_flip"}."""
     engine: str = "auto"
     """How clients are computed: "sequential", "vectorised", "compiled", or "auto", which measures
     and chooses."""
@@ -152,6 +162,8 @@ class Settings(BaseModel):
         }
         if self.local_epochs is None:
             del table["drop_last"]
+        if self.mean == "plain":
+            del table["mean"]
         return {"batch_size": "full", **table} if self.batch_size is None else table
 
     def steps(self, samples: int) -> int:

@@ -10,6 +10,7 @@ from prefed.algorithms import Algorithm
 from prefed.core.errors import PrefedError, did_you_mean
 from prefed.core.registry import Registry
 from prefed.data import FederatedData
+from prefed.training.attackers import Attackers, Moments
 from prefed.training.messages import receive, to_mean, upload
 from prefed.training.round import Kept, Server, Update
 from prefed.training.settings import Settings
@@ -55,9 +56,13 @@ def train_block(
     seed: int,
     engine: Engine,
     clients: Sequence[int],
+    attackers: Attackers | None = None,
+    honest: Moments | None = None,
 ) -> Update:
     """A block of clients, from the broadcast to what the server averages."""
     update = engine.update(algorithm, server, clients, kept)  # local steps
+    if attackers is not None:
+        update = attackers.send(algorithm, server, update, clients, honest)
     message, stays = upload(algorithm, server, update, clients, kept, seed)  # encoded
     values = receive(algorithm, server, message)  # decoded, on the server
     steps = torch.tensor(update.steps, dtype=torch.float64, device=server.weights.device)
