@@ -57,6 +57,11 @@ class Distribution(BaseModel):
     def quantile(self, u: Floats) -> Floats:
         raise NotImplementedError
 
+    def amounts(self, u: Floats) -> Floats:
+        """The amounts of clients with these uniform numbers."""
+        found = self.quantile(u)
+        return np.minimum(np.maximum(found, self.least, out=found), self.most, out=found)
+
 
 class Constant(Distribution):
     """The same for all."""
@@ -162,7 +167,11 @@ def amounts(
     """The amount of each of these clients, in that job (a number)."""
     if not isinstance(given, Distribution):
         return np.full(len(clients), given, dtype=np.float64)
-    by_job = given.per == "job"
-    u = draws.uniforms(seed, f"{purpose} of a job" if by_job else purpose, clients, job * by_job)
-    found = given.quantile(u)
-    return np.clip(found, given.least, given.most, out=found)
+    return given.amounts(uniforms(given.per, seed, purpose, job, clients))
+
+
+def uniforms(per: str, seed: int, purpose: str, job: int, clients: Numbers) -> Floats:
+    """What amounts are quantiles of."""
+    if per == "job":
+        return draws.uniforms(seed, f"{purpose} of a job", clients, job)
+    return draws.uniforms(seed, purpose, clients)
