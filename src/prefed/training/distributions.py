@@ -68,6 +68,7 @@ class Constant(Distribution):
 
     distribution: Literal["constant"] = "constant"
     value: PositiveFloat
+    """The amount."""
 
     def quantile(self, u: Floats) -> Floats:
         return np.full_like(u, self.value)
@@ -108,6 +109,7 @@ class Exponential(Distribution):
 
     distribution: Literal["exponential"] = "exponential"
     mean: PositiveFloat
+    """Over all devices, or jobs."""
 
     def quantile(self, u: Floats) -> Floats:
         return -self.mean * np.log1p(-u)
@@ -118,7 +120,9 @@ class Uniform(Distribution):
 
     distribution: Literal["uniform"] = "uniform"
     low: NonNegativeFloat
+    """The smallest."""
     high: PositiveFloat
+    """The largest."""
 
     def quantile(self, u: Floats) -> Floats:
         return self.low + (self.high - self.low) * u
@@ -129,7 +133,9 @@ class LogUniform(Distribution):
 
     distribution: Literal["loguniform"] = "loguniform"
     low: PositiveFloat
+    """The smallest."""
     high: PositiveFloat
+    """The largest."""
 
     def quantile(self, u: Floats) -> Floats:
         found: Floats = self.low * np.exp(np.log(self.high / self.low) * u)
