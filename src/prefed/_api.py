@@ -32,6 +32,7 @@ from prefed.experiments.stored_runs import load_runs, to_pandas
 from prefed.models import MODELS
 from prefed.rules import RULES, Field, Rule
 from prefed.training.attackers import ATTACKS
+from prefed.training.devices import Devices
 from prefed.training.diagnostics import CollapseWarning
 from prefed.training.engines import ENGINES, EngineWarning
 from prefed.training.means import MEANS
@@ -44,10 +45,10 @@ from prefed.training.settings import Settings
 __all__ = [
     "ALGORITHMS", "ATTACKS", "CODECS", "DATASETS", "ENGINES", "LOSSES", "MEANS", "METRICS",
     "MODELS", "RULES", "SCAFFOLD", "SPLITS", "AdaAlter", "Algorithm", "Callback",
-    "CollapseWarning", "Diverged", "EngineWarning", "FedAdagrad", "FedAdam", "FedAdamW", "FedAvg",
-    "FedAvgM", "FedBN", "FedCM", "FedLADA", "FedLion", "FedNova", "FedPM", "FedPer", "FedProx",
-    "FedRep", "FedYogi", "FederatedData", "Field", "Interrupted", "LocalAdam", "Pair", "Partition",
-    "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync", "PrefedError", "Rate", "Result", "Rule",
-    "Run", "Settings", "Simulation", "average", "derived", "keep", "load", "load_runs", "optim",
-    "reset", "schedule", "simulate", "to_pandas",
+    "CollapseWarning", "Devices", "Diverged", "EngineWarning", "FedAdagrad", "FedAdam", "FedAdamW",
+    "FedAvg", "FedAvgM", "FedBN", "FedCM", "FedLADA", "FedLion", "FedNova", "FedPM", "FedPer",
+    "FedProx", "FedRep", "FedYogi", "FederatedData", "Field", "Interrupted", "LocalAdam", "Pair",
+    "Partition", "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync", "PrefedError", "Rate",
+    "Result", "Rule", "Run", "Settings", "Simulation", "average", "derived", "keep", "load",
+    "load_runs", "optim", "reset", "schedule", "simulate", "to_pandas",
 ]  # fmt: skip

@@ -20,6 +20,7 @@ from prefed.core.deprecated import with_new_names
 from prefed.core.plain import plain
 from prefed.training import metrics
 from prefed.training.attackers import AttackersOption
+from prefed.training.devices import Devices
 from prefed.training.goals import Goal, StopWhen
 from prefed.training.means.choice import MeanOption
 
@@ -114,6 +115,10 @@ class Settings(BaseModel):
     """The number of clients that must answer; with fewer, a round leaves the model as it was."""
     on_divergence: Literal["stop", "continue"] = "stop"
     """When an update is not finite: "stop" the run, or "continue" without its client."""
+    devices: Devices | None = None
+    """What clients train on, in virtual time: a prefed.Devices, a table of its options, or the name
+    of a class such as "phone". Records then have seconds_virtual. None: there is no virtual
+    clock."""
 
     @model_validator(mode="before")
     @classmethod
