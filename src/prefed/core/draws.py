@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def generator(
@@ -94,3 +95,22 @@ def noise(seed: int, purpose: str, round: int, clients: Sequence[int], size: int
     words = -(-size // 4)
     drawn = [generator(seed, purpose, round, c).bit_generator.random_raw(words) for c in clients]
     return torch.from_numpy(np.stack(drawn).view(np.int16))[:, :size]
+
+
+def uniforms(seed: int, purpose: str, clients: Numbers, round: int = 0) -> Floats:
+    """A number above 0 and below 1 for each client, all at once: for whole populations.
+
+    The key makes the start of a SplitMix64 sequence, of which client c has number c. So a client's
+    number depends neither on which others are asked for nor on their order.
+    """
+    start = generator(seed, purpose, round).bit_generator.random_raw()
+    z = np.array(clients, dtype=np.uint64)
+    z += np.uint64(1)
+    z *= np.uint64(0x9E3779B97F4A7C15)
+    z += np.uint64(start)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z ^= z >> np.uint64(shift)
+        z *= np.uint64(factor)
+    z ^= z >> np.uint64(31)
+    z >>= np.uint64(12)  # 52 bits, so that a half can be added exactly
+    return (z.astype(np.float64) + 0.5) * 2.0**-52

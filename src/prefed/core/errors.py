@@ -115,7 +115,7 @@ def _keys(path: tuple[int | str, ...]) -> list[str]:
     keys: list[str] = []
     parts = iter(path)
     for part in parts:
-        if part == "a schedule":
+        if part in ("a schedule", "a distribution"):
             next(parts, None)
         elif part not in TAGS:
             keys.append(str(part))

@@ -19,6 +19,7 @@ from pydantic import (
 from prefed.core.deprecated import with_new_names
 from prefed.core.plain import plain
 from prefed.training import metrics
+from prefed.training.devices import Devices
 from prefed.training.goals import Goal, StopWhen
 
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -101,6 +102,10 @@ class Settings(BaseModel):
     """The number of clients that must answer; with fewer, a round leaves the model as it was."""
     on_divergence: Literal["stop", "continue"] = "stop"
     """When an update is not finite: "stop" the run, or "continue" without its client."""
+    devices: Devices | None = None
+    """What clients train on, in virtual time: a prefed.Devices, a table of its options, or the name
+    of a class such as "phone". Records then have seconds_virtual. None: there is no virtual
+    clock."""
 
     @model_validator(mode="before")
     @classmethod
