@@ -4,13 +4,12 @@
     FedAsync   Xie et al. 2019:    asynchronous = {buffer = 1, concurrency = 100, mix = "models",
                                                    alpha = 0.6}
 
-An update is of the version of the model that its client began with. `brought_up_to_date` is all
-that happens to it; the mean over the buffer and the step of the server are those of every round.
+An update is of the version of the model that its client began with. What becomes of an old one is
+in stale.py; the mean over the buffer and the step of the server are those of every round.
 """
 
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -21,7 +20,6 @@ from pydantic import (
     PositiveInt,
     ValidationError,
 )
-from torch import Tensor
 
 from prefed.core.errors import PrefedError, explain
 
@@ -67,7 +65,7 @@ class Asynchronous(BaseModel):
     def weight(self, staleness: int) -> float:
         """How an update counts that began so many versions ago."""
         late = staleness - self.grace
-        factors = {
+        factors: dict[str, float] = {
             "polynomial": (1 + staleness) ** -self.exponent,
             "hinge": 1 / (1 + self.slope * late) if late > 0 else 1.0,
             "constant": 1.0,

@@ -6,7 +6,8 @@ happens at one moment happens in this order: updates arrive, and the server step
 full; then clients are invited to the free places. So with devices that are all alike, and as many
 places as the buffer has, a version is a round of synchronous training.
 
-A client is invited if it is neither in flight nor in the buffer: it never has two updates under way.
+A client is invited if it is neither in flight nor in the buffer: it never has
+two updates under way.
 """
 
 import heapq
@@ -155,6 +156,7 @@ def _anyone(who: Population, version: int, job: int, busy: set[int]) -> int:
     if 2 * len(busy) > who.clients:
         free = sorted({*range(who.clients)} - busy)
         return free[int(generator.integers(len(free)))]
-    while (client := int(generator.integers(who.clients))) in busy:
-        pass
-    return client
+    while True:
+        client = int(generator.integers(who.clients))
+        if client not in busy:
+            return client

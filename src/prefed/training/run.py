@@ -101,6 +101,11 @@ class Run:
             self.task.evaluation_batch * self.task.operations(data)
         )
         self.trainer = make_trainer(algorithm, self.task, data, settings)
+        if settings.asynchronous is not None and not self.trainer.is_asynchronous:
+            raise PrefedError(
+                "asynchronous: is for simulations in one process, not for several ranks (torchrun) "
+                "and not for Flower's nodes; leave it out, or run with --workers"
+            )
         self.server = Server.start(algorithm, flat.shared, flat.weights, flat.read_buffers())
         self.config = config or identity(algorithm, self.task.flat.module, data, settings, loss)
         """What is run, as config.toml has it."""
@@ -230,7 +235,9 @@ class Run:
 
         # 1. Draw the cohort, and who of it answers.
         cohort = self.draw_cohort()
-        answers = draws.answering(settings.seed, round, cohort, settings.client_dropout)
+        answers = cohort
+        if not self.trainer.is_asynchronous:
+            answers = draws.answering(settings.seed, round, cohort, settings.client_dropout)
         record = self._new_record(round, cohort, answers)
         largest = torch.finfo(self.server.weights.dtype).max
         if max(record["client_lr"], record["server_lr"]) > largest:
@@ -259,6 +266,7 @@ class Run:
             text = "round %d: %d answers, fewer than the quorum of %d; the model stays as it was"
             log.warning(text, round + 1, count, settings.quorum)
             record["skipped"] = True
+            self.trainer.skip(self.server)
             self.server.round += 1
 
         # 4. Diagnose the preconditioner.
@@ -286,6 +294,8 @@ class Run:
 
     def draw_cohort(self) -> list[int]:
         """The clients of the next round."""
+        if self.trainer.is_asynchronous:
+            return self.trainer.arrivals(self.server)
         size = self.settings.clients_per_round
         return draws.cohort(self.settings.seed, self.server.round, len(self.data), size)
 

@@ -18,7 +18,6 @@ Nothing happens to an update that is not old, if alpha is 1: then a round has it
 
 from collections.abc import Collection
 
-import torch
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
