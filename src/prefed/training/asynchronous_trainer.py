@@ -118,15 +118,16 @@ class AsynchronousTrainer(LocalTrainer):
         sent = [name for version in versions for name in self.underway.values(version)]
         names = [*dict.fromkeys(sent)]
 
-        def finished(first: int, update: Update, began: Server) -> tuple[int, Update]:
-            values = brought_up_to_date(self.algorithm, self.rule, server, began, update.values)
+        def finished(first: int, update: Update, version: int) -> tuple[int, Update]:
+            which = server, version, servers.get(version)
+            values = brought_up_to_date(self.algorithm, self.rule, *which, update.values)
             update = replace(update, values=with_all(names, server, values))
             return places[first], as_averaged(self.algorithm, update)
 
         ready = [client for client in clients if client in held]
         for mine in runs(ready, held):
             update = joined([held[client].update for client in mine])
-            yield finished(mine[0], update, servers[held[mine[0]].version])
+            yield finished(mine[0], update, held[mine[0]].version)
 
         of = {c: block for block in (*self.underway.waiting, *self.fresh) for c in block.clients}
         wanted = dict.fromkeys(of[client] for client in clients if client not in held)
@@ -140,9 +141,7 @@ class AsynchronousTrainer(LocalTrainer):
                     held[client] = replace(found, update=part_of(update, row, row + 1, copied=True))
             for mine in runs([*here], here):
                 row = here[mine[0]].row
-                yield finished(
-                    mine[0], part_of(update, row, row + len(mine)), servers[block.version]
-                )
+                yield finished(mine[0], part_of(update, row, row + len(mine)), block.version)
 
     def _cut(self, version: int) -> list[Waiting]:
         """The blocks of the newest version: all that began with it are known."""

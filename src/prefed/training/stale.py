@@ -27,19 +27,28 @@ from prefed.training.round import BUFFERS, Server, policy
 
 
 def brought_up_to_date(
-    algorithm: Algorithm, rule: Asynchronous, now: Server, began: Server, values: State
+    algorithm: Algorithm,
+    rule: Asynchronous,
+    now: Server,
+    version: int,
+    began: Server | None,
+    values: State,
 ) -> State:
-    """The values (C, ...) of clients that began with `began`, as the server of now averages
-    them."""
-    weight, is_old = rule.weight(now.round - began.round), now.round != began.round
+    """The values (C, ...) of clients that began with a version, as the server of now averages
+    them. What the server was then is given if that `needs_beginning`."""
+    weight, is_old = rule.weight(now.round - version), now.round != version
     found = {}
     for name, sent in values.items():
         if name == "weights":
             if is_old and rule.mix == "models":
+                assert began is not None
                 sent = sent + (began.weights - now.weights)
             found[name] = sent if weight == 1 else sent * weight
         elif name != BUFFERS and policy(algorithm, name).follow == "participation":
-            found[name] = sent + (now.shared[name] - began.shared[name]) if is_old else sent
+            found[name] = sent
+            if is_old:
+                assert began is not None
+                found[name] = sent + (now.shared[name] - began.shared[name])
         else:
             found[name] = sent if weight == 1 else sent * weight + held(now, name) * (1 - weight)
     return found
