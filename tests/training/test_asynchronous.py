@@ -11,7 +11,7 @@ import torch
 import prefed
 from prefed.core import draws
 from tests.helpers.device import DEVICE
-from tests.helpers.engine_runs import RATES, batchnorm, chain, same
+from tests.helpers.engine_runs import batchnorm, same
 from tests.helpers.engine_runs import run as run_of
 from tests.helpers.oracles import loss_and_grad
 from tests.helpers.oracles.event_loop import EventLoop

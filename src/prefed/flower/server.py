@@ -66,6 +66,7 @@ PARTITIONS_FOUND = "partitions have a node"
 class FlowerTrainer(Trainer):
     """Clients that live on Flower's nodes. What they keep stays there."""
 
+    simulates = False
     algorithm: Algorithm
     task: Task
     data: FederatedData

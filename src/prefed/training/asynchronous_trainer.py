@@ -10,16 +10,18 @@ depend neither on the number of workers nor on where a run was interrupted.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
+from prefed.core import draws
 from prefed.core.errors import PrefedError
 from prefed.core.machine import torch_threads
 from prefed.data import FederatedData
-from prefed.training.batches import local_steps
+from prefed.training.clock import Clock
 from prefed.training.engines.engine import Engine, as_averaged, receive_block
-from prefed.training.events import Events, Filled, Job, Population
+from prefed.training.events import Events, Filled, Job, Population, Work
 from prefed.training.local_trainer import LocalTrainer
 from prefed.training.round import Server, Update, traffic
 from prefed.training.settings import Settings
@@ -47,9 +49,11 @@ class AsynchronousTrainer(LocalTrainer):
         flat = task.flat
         self.like = Server.start(algorithm, flat.shared, flat.weights, flat.read_buffers())
         """A server, for the shapes of what it has."""
+        assert settings.devices is not None
+        self.clock = Clock(settings.devices, algorithm, task, data, settings)
         people = settings.seed, len(data), buffer, concurrency
-        who = Population(*people, self._seconds, settings.client_dropout)
-        self.events = Events(who)
+        until_on = None if self.clock.always_on else self._until_on
+        self.events = Events(Population(*people, self._work, until_on))
         """As they are between two steps of the server."""
         self.ahead, self.filled = self.events, Filled()
         """As they are when the next buffer is full, and what happened until then."""
@@ -67,15 +71,21 @@ class AsynchronousTrainer(LocalTrainer):
         self.fresh = []
         return [job.client for job in sorted(self.filled.buffer, key=_by_version)]
 
-    def _seconds(self, version: int, clients: list[int]) -> Sequence[float]:
-        """How long each of these clients takes that begin with that version."""
-        settings, devices = self.settings, self.settings.devices
-        assert devices is not None
-        sent, steps = self._traffic(version), local_steps(settings, self.data, clients)
-        found = devices.seconds(
-            settings.seed, version, clients, sent["bytes_down"], steps, sent["bytes_up"]
-        )
-        return [float(seconds) for seconds in found]
+    def _work(self, version: int, job: int, clients: list[int], now: float) -> Work:
+        """What becomes of clients that begin now with that version."""
+        seed, devices = self.settings.seed, self.clock.devices
+        jobs = self.clock.jobs(replace(self.like, round=version), job, clients, now)
+        ends = jobs.seconds()
+        lost = devices.lost(seed, job, clients, ends, now)
+        answers = draws.answering(seed, job, clients, self.settings.client_dropout)
+        lost = np.where(np.isin(clients, answers), lost, np.minimum(lost, jobs.there))
+        wasted = jobs.sent_before(ends, lost)
+        found = np.minimum(ends, lost), np.isfinite(lost), np.where(np.isfinite(lost), wasted, 0)
+        return Work(*(values.tolist() for values in found))
+
+    def _until_on(self, now: float, clients: Sequence[int]) -> Sequence[float]:
+        found: list[float] = self.clock.devices.until_on(self.settings.seed, now, clients).tolist()
+        return found
 
     def _traffic(self, version: int) -> dict[str, int]:
         """Of a client that begins with that version."""
@@ -99,9 +109,17 @@ class AsynchronousTrainer(LocalTrainer):
         for name in (name for name in now if "up" in name):
             record[name] = sum(each[job.version][name] for job in buffer)
         record |= {"staleness_mean": sum(ages) / len(ages), "staleness_max": max(ages)}
-        if self.filled.lost:
-            record["dropped"] = sorted(job.client for job in self.filled.lost)
-        return record | {"seconds_virtual": self.ahead.now}
+        lost, used = self.filled.lost, sorted(buffer, key=_by_version)
+        if lost:
+            record["dropped"] = sorted(job.client for job in lost)
+        busy = [float(np.sum([job.seconds for job in jobs])) for jobs in (used + lost, lost)]
+        return record | {
+            "seconds_virtual": self.ahead.now,
+            "device_seconds": busy[0],
+            "wasted_device_seconds": busy[1],
+            "wasted_bytes_up": sum(job.wasted for job in lost),
+            "wasted_bytes_down": sum(self._traffic(job.version)["bytes_down"] for job in lost),
+        }
 
     def _updates(self, server: Server, clients: list[int]) -> Iterator[tuple[int, Update]]:
         """The updates in the buffer, as the server of now averages them."""
@@ -214,6 +232,11 @@ def check(
         if count > clients:
             raise PrefedError(
                 f"asynchronous.{name}: {count} is more than the {clients} clients there are"
+            )
+    for name in ("over_selection", "deadline", "partial_work"):
+        if settings.devices is not None and name in settings.devices.model_fields_set:
+            raise PrefedError(
+                f"devices.{name}: is of synchronous rounds; an asynchronous server waits for no one"
             )
     if settings.quorum > buffer:
         raise PrefedError(f"quorum: {settings.quorum} is more than the {buffer} of a buffer")

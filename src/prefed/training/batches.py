@@ -2,7 +2,8 @@
 same in all of them."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -17,12 +18,22 @@ DRAWS = {"replacement": draws.batches, "epochs": draws.epochs}
 TOGETHER = 1 << 24
 """Numbers in the inputs that are gathered at a time: 64 MB of float32."""
 
+NO_LIMITS: Mapping[int, int] = MappingProxyType({})
+"""Every client takes all its local steps (see Server.limits)."""
 
-def local_steps(settings: Settings, data: FederatedData, clients: Sequence[int]) -> list[int]:
+
+def local_steps(
+    settings: Settings,
+    data: FederatedData,
+    clients: Sequence[int],
+    limits: Mapping[int, int] = NO_LIMITS,
+) -> list[int]:
     """Of each of these clients. What is made on demand is not made for it, if all take the same."""
     if settings.local_steps is not None:
-        return [settings.local_steps] * len(clients)
-    return [settings.steps(len(data.client(client))) for client in clients]
+        found = [settings.local_steps] * len(clients)
+    else:
+        found = [settings.steps(len(data.client(client))) for client in clients]
+    return [min(k, limits.get(c, k)) for c, k in zip(clients, found, strict=True)]
 
 
 def parts(settings: Settings, samples: int) -> list[slice]:
@@ -65,10 +76,11 @@ class Batches:
         settings: Settings,
         augment: Augment | None = None,
         device: torch.device | None = None,
+        limit: int | None = None,
     ) -> None:
         self.client, self.round, self.settings, self.augment = client, round, settings, augment
         self.samples, self.device = samples, device
-        self.parts = parts(settings, len(samples))
+        self.parts = parts(settings, len(samples))[:limit]
         self.steps = range(0)
         """The steps whose batches lie in x and y, from number `first` of the drawn samples on."""
         if settings.batch_size is not None:

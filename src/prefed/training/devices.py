@@ -12,111 +12,18 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, PositiveFloat, ValidationError, field_validator, model_validator
 
 from prefed.core import draws
 from prefed.core.draws import Floats, Numbers
 from prefed.core.errors import PrefedError, did_you_mean, explain
-from prefed.training.distributions import Distribution, Lognormal, Rate, Span, amounts
+from prefed.training.availability import Windows
+from prefed.training.device_classes import CLASSES, SPEEDS, Device, DeviceClass
+from prefed.training.distributions import Distribution, amounts
+from prefed.training.traces import AMOUNTS, Trace, read_trace
 
-SPEEDS = ("steps_per_second", "seconds_per_sample", "operations_per_second")
-"""The ways to say how fast a device computes."""
-AMOUNTS = (*SPEEDS, "up", "down", "latency")
 TRAINING = 3
 """Training on a sample takes as many times the operations of a forward pass."""
-
-
-class Device(BaseModel):
-    """What a device can do. What is not given takes no time."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-    steps_per_second: Rate | None = None
-    """Local steps a second: a number, or a table such as {distribution = "lognormal", median = 100,
-    sigma = 1}."""
-    seconds_per_sample: Rate | None = None
-    """In place of steps_per_second: seconds for each sample of each batch."""
-    operations_per_second: Rate | None = None
-    """In place of steps_per_second: floating-point operations a second. The operations of a sample
-    are counted from the model, and three times as many for training as for a forward pass."""
-    up: Rate | None = None
-    """Bytes a second to the server."""
-    down: Rate | None = None
-    """Bytes a second from the server."""
-    latency: Span | None = None
-    """Seconds before each message begins to arrive."""
-
-    @model_validator(mode="after")
-    def _one_speed(self) -> Self:
-        given = [name for name in SPEEDS if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{given[1]}: cannot stand beside {given[0]}; take one of them")
-        return self
-
-    @model_serializer(mode="wrap")
-    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without what is as it is by default."""
-        table: dict[str, Any] = write(self)
-        fields = type(self).model_fields
-        return {n: v for n, v in table.items() if getattr(self, n) != fields[n].get_default()}
-
-    def given(self) -> dict[str, Any]:
-        """The amounts that it says."""
-        return {n: v for n in AMOUNTS if (v := getattr(self, n)) is not None}
-
-    def over(self, others: dict[str, Any]) -> dict[str, Any]:
-        """Its amounts, and those of others that it does not say."""
-        mine = self.given()
-        if any(name in mine for name in SPEEDS):
-            others = {n: v for n, v in others.items() if n not in SPEEDS}
-        return others | mine
-
-
-class DeviceClass(Device):
-    """A kind of device, and how many there are of it. What it does not say is as outside of the
-    table of classes, or else as a built-in class of its name has it."""
-
-    share: Annotated[float, Field(gt=0)]
-    """Of all clients; the shares of all classes add up to 1."""
-
-
-def _spread(median: float, sigma: float, least: float, most: float) -> Lognormal:
-    return Lognormal(median=median, sigma=sigma, least=least, most=most)
-
-
-CLASSES = {
-    "phone": Device(
-        operations_per_second=_spread(5e9, 0.9, 0.7e9, 35e9),
-        up=_spread(0.7e6, 0.8, 0.125e6, 2.5e6),
-        down=_spread(2.5e6, 0.8, 0.5e6, 12.5e6),
-        latency=_spread(0.05, 0.5, 0.02, 0.5),
-    ),
-    "laptop": Device(
-        operations_per_second=_spread(50e9, 0.5, 10e9, 200e9),
-        up=_spread(2.5e6, 0.7, 0.25e6, 12.5e6),
-        down=_spread(12.5e6, 0.7, 1.25e6, 125e6),
-        latency=_spread(0.02, 0.5, 0.005, 0.2),
-    ),
-    "edge": Device(
-        operations_per_second=_spread(200e9, 0.3, 50e9, 500e9),
-        up=12.5e6,
-        down=12.5e6,
-        latency=0.01,
-    ),
-    "datacentre": Device(operations_per_second=1e13, up=1.25e9, down=1.25e9, latency=0.0005),
-}
-"""Built-in classes. Round numbers of ours: docs/devices.md says what they go by."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +53,26 @@ class Devices(Device):
     """Gives each client a device, and a run a virtual clock. Bytes and seconds; each amount is a
     number, a distribution, or differs by class."""
 
-    classes: dict[str, DeviceClass] = {}
+    classes: dict[str, DeviceClass] = Field(default_factory=dict)
     """Kinds of devices with their shares: {"phone": 0.7, "laptop": 0.2, "edge": 0.1} are built in;
     [devices.classes.NAME] is a table of your own."""
+    trace: str | None = None
+    """The path of a CSV or Parquet file with what each client, or class, did: when it was on, and
+    how fast it was. See docs/devices.md."""
+    trace_repeats: PositiveFloat | None = None
+    """Seconds after which the trace begins again; None: its last rows hold for good."""
+    windows: Windows | None = None
+    """The hours of a day in which a client can be asked: {start = 22, hours = 8}. Cohorts are drawn
+    among those that can. None: always."""
+    vanish: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The probability that a client is lost in the middle of its work."""
+    over_selection: Annotated[float, Field(ge=1, le=1000)] = 1.0
+    """Ask this many times clients_per_round, and take the first clients_per_round answers."""
+    deadline: PositiveFloat | None = None
+    """Virtual seconds after which a round takes no more answers."""
+    partial_work: bool = False
+    """A client that would miss the deadline makes as many local steps as it has time for, and sends
+    what it has; it must be one at least."""
 
     def __init__(self, **options: Any) -> None:
         try:
@@ -187,7 +111,11 @@ class Devices(Device):
         total = sum(its.share for its in self.classes.values())
         if self.classes and abs(total - 1) > 1e-6:
             raise ValueError(f"classes: the shares add up to {total:g}; they should add up to 1")
-        if not self.classes and not self.given():
+        if self.partial_work and self.deadline is None:
+            raise ValueError("partial_work: is for clients that would miss a deadline; set one")
+        if self.trace_repeats is not None and self.trace is None:
+            raise ValueError("trace_repeats: there is no trace")
+        if not self.classes and not self.given() and self.trace is None:
             raise ValueError('needs a speed or a rate, such as up = 1e6, or classes = {"phone": 1}')
         return self
 
@@ -219,24 +147,92 @@ class Devices(Device):
             found[of_it] = amounts(value or 0.0, seed, f"device {name}", job, clients[of_it])
         return found
 
-    def rates(self, seed: int, job: int, clients: ArrayLike) -> Rates:
-        """What the devices of these clients can do in that job: in a synchronous run, a round."""
+    @cached_property
+    def recorded(self) -> Trace | None:
+        """The trace, from its file."""
+        if self.trace is None:
+            return None
+        found = read_trace(self.trace, [*self.classes], self.trace_repeats)
+        if self.windows is not None and not found.on.all():
+            raise PrefedError(f"{self.trace}: says when devices are on, and so does windows")
+        return found
+
+    def _in_trace(self, seed: int, trace: Trace, clients: Numbers) -> tuple[Numbers, Numbers]:
+        """The places of those clients that the trace has rows for, and their devices in it."""
+        if not trace.by_class:
+            return np.arange(len(clients)), clients % len(trace.devices)
+        places = {name: number for number, name in enumerate(trace.devices)}
+        of_class = np.array([places.get(name, -1) for name in self.classes])
+        devices = of_class[self.kinds(seed, clients)]
+        there = np.flatnonzero(devices >= 0)
+        return there, devices[there]
+
+    def until_on(self, seed: int, now: float, clients: ArrayLike) -> Floats:
+        """Seconds until each client can be asked: 0 if it can be now, without end if it never
+        can."""
+        clients = np.asarray(clients, dtype=np.int64)
+        if self.windows is not None:
+            return self.windows.until_on(seed, now, clients)
+        found = np.zeros(len(clients))
+        if (trace := self.recorded) is not None:
+            there, devices = self._in_trace(seed, trace, clients)
+            found[there] = trace.until(True, devices, now)
+        return found
+
+    def lost(
+        self, seed: int, job: int, clients: ArrayLike, seconds: Floats, now: float = 0.0
+    ) -> Floats:
+        """When each client is lost that works for so many seconds from now on: it vanishes, or is
+        not on any more. Without end if it is not."""
+        clients = np.asarray(clients, dtype=np.int64)
+        found = np.full(len(clients), np.inf)
+        if self.vanish:
+            u = draws.uniforms(seed, "device vanishes", clients, job) / self.vanish
+            found = np.where(u < 1, u * seconds, found)
+        off = found
+        if self.windows is not None:
+            off = self.windows.until_off(seed, now, clients)
+        elif (trace := self.recorded) is not None:
+            there, devices = self._in_trace(seed, trace, clients)
+            off = np.full(len(clients), np.inf)
+            off[there] = trace.until(False, devices, now)
+        return np.where(off < seconds, np.minimum(off, found), found)
+
+    @property
+    def always_on(self) -> bool:
+        return self.windows is None and (self.recorded is None or bool(self.recorded.on.all()))
+
+    @property
+    def by_samples(self) -> bool:
+        """Whether some device's time depends on the number of samples."""
+        kinds: list[dict[str, Any]] = [*self._kinds, self.recorded.amounts if self.recorded else {}]
+        return any(name in its for its in kinds for name in SPEEDS[1:])
+
+    def rates(self, seed: int, job: int, clients: ArrayLike, now: float = 0.0) -> Rates:
+        """What the devices of these clients can do in a job that begins now. In a synchronous run
+        a job is a round."""
         clients = np.asarray(clients, dtype=np.int64)
         kinds = self.kinds(seed, clients)
-
-        def of(name: str, inverse: bool = True) -> Floats:
-            found = self._amounts(name, seed, job, clients, kinds)
-            if inverse:
-                np.divide(1.0, found, out=found, where=found > 0)
-            return found
-
+        found = {name: self._amounts(name, seed, job, clients, kinds) for name in AMOUNTS}
+        if (trace := self.recorded) is not None:
+            there, devices = self._in_trace(seed, trace, clients)
+            rows, _ = trace.rows(devices, now)
+            values = {name: column[rows] for name, column in trace.amounts.items()}
+            for name, value in values.items():
+                known = ~np.isnan(value)
+                for other in SPEEDS if name in SPEEDS else ():
+                    found[other][there[known]] = 0.0
+                found[name][there[known]] = value[known]
+        for name in ("steps_per_second", "operations_per_second", "up", "down"):
+            amount = found[name]  # becomes the seconds of one
+            np.divide(1.0, amount, out=amount, where=amount > 0)
         return Rates(
-            step=of("steps_per_second"),
-            sample=of("seconds_per_sample", inverse=False),
-            operation=TRAINING * of("operations_per_second"),
-            up=of("up"),
-            down=of("down"),
-            latency=of("latency", inverse=False),
+            step=found["steps_per_second"],
+            sample=found["seconds_per_sample"],
+            operation=TRAINING * found["operations_per_second"],
+            up=found["up"],
+            down=found["down"],
+            latency=found["latency"],
         )
 
     def seconds(
@@ -249,6 +245,7 @@ class Devices(Device):
         bytes_up: ArrayLike,
         samples: ArrayLike = 0,
         operations: float = 0.0,
+        now: float = 0.0,
     ) -> Floats:
         """How long each client takes, from the server's message to its answer.
 
@@ -256,8 +253,9 @@ class Devices(Device):
         steps       local steps of each client, or of all
         samples     in all these steps together, for seconds_per_sample and operations_per_second
         operations  of a forward pass of one sample, for operations_per_second
+        now         when the job begins, for a trace
         """
-        its = self.rates(seed, job, clients)
+        its = self.rates(seed, job, clients, now)
         there = its.latency + np.multiply(bytes_down, its.down)
         back = its.latency + np.multiply(bytes_up, its.up)
         return there + its.computing(steps, samples, operations) + back

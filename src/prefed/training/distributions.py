@@ -80,7 +80,8 @@ class Lognormal(Distribution):
 
     def quantile(self, u: Floats) -> Floats:
         normal = torch.special.ndtri(torch.from_numpy(u)).numpy()
-        return self.median * np.exp(self.sigma * normal)
+        found: Floats = self.median * np.exp(self.sigma * normal)
+        return found
 
 
 class Pareto(Distribution):
@@ -126,7 +127,8 @@ class LogUniform(Distribution):
     high: PositiveFloat
 
     def quantile(self, u: Floats) -> Floats:
-        return self.low * np.exp(np.log(self.high / self.low) * u)
+        found: Floats = self.low * np.exp(np.log(self.high / self.low) * u)
+        return found
 
 
 AnyDistribution = Annotated[

@@ -11,6 +11,7 @@ two updates under way.
 """
 
 import heapq
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -19,6 +20,10 @@ import torch
 from torch import Tensor
 
 from prefed.core import draws
+from prefed.core.errors import PrefedError
+
+TRIES = 1000
+"""Draws for a client that is free before all that are free are looked for."""
 
 
 class Job(NamedTuple):
@@ -31,8 +36,21 @@ class Job(NamedTuple):
     client: int
     version: int
     """That it began with."""
-    is_lost: bool = False
-    """The client never answers; its place is free at that time."""
+    is_lost: bool
+    """The client is lost: at that time its place is free, and nothing arrives."""
+    wasted: int
+    """The bytes that it had sent by then."""
+    seconds: float
+    """That its device was busy."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """How some clients end that are invited at a time: a number for each."""
+
+    seconds: Sequence[float]
+    is_lost: Sequence[bool]
+    wasted: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -45,10 +63,10 @@ class Population:
     """Updates in a step of the server."""
     concurrency: int
     """Clients in flight at a time."""
-    seconds: Callable[[int, list[int]], Sequence[float]]
-    """How long each of some clients takes that begin with a version."""
-    dropout: float = 0.0
-    """The chance that a client never answers."""
+    work: Callable[[int, int, list[int], float], Work]
+    """(version, number of the first job, clients, time) -> what becomes of them."""
+    until_on: Callable[[float, Sequence[int]], Sequence[float]] | None = None
+    """(time, clients) -> seconds until each can be invited. None: all can be always."""
 
 
 @dataclass
@@ -75,7 +93,9 @@ class Events:
             if not self.in_flight or self.in_flight[0].time > self.now:
                 found.invited += self._invite(version, names, busy)
             if not self.in_flight:
-                break  # all clients are in the buffer
+                if self._wait(busy):
+                    continue
+                break
             job = heapq.heappop(self.in_flight)
             self.now = job.time
             if job.is_lost:
@@ -83,51 +103,90 @@ class Events:
                 busy.remove(job.client)
             else:
                 found.buffer.append(job)
+        if not found.buffer:
+            raise PrefedError(
+                f"devices: from {self.now:g} virtual seconds on no client can ever be asked; make "
+                f"the windows longer, or let the trace repeat"
+            )
         return found
 
     def _invite(self, version: int, names: Iterator[int], busy: set[int]) -> int:
-        """Fill the free places; how many were filled."""
+        """Fill the free places, as far as there are clients; how many were filled."""
         who = self.who
         free = min(who.concurrency - len(self.in_flight), who.clients - len(busy))
         invited: list[int] = []
         while len(invited) < free:
             client = next(names, None)
             if client is None:
-                client = _anyone(who, version, self.jobs + len(invited), busy)
-            if client not in busy:
+                client = self._anyone(version, self.jobs + len(invited), busy)
+            if client is None:
+                break
+            if client not in busy and self._is_on(client):
                 invited.append(client)
                 busy.add(client)
         if not invited:
             return 0
         invited.sort()
-        for client, seconds in zip(invited, who.seconds(version, invited), strict=True):
-            lost = not draws.answering(who.seed, self.jobs, [client], who.dropout)
-            job = Job(self.now + float(seconds), self.jobs, client, version, lost)
+        work = who.work(version, self.jobs, invited, self.now)
+        rows = zip(invited, work.seconds, work.is_lost, work.wasted, strict=True)
+        for client, seconds, is_lost, wasted in rows:
+            ends = is_lost, wasted, seconds
+            job = Job(self.now + seconds, self.jobs, client, version, *ends)
             heapq.heappush(self.in_flight, job)
             self.jobs += 1
         return len(invited)
 
+    def _is_on(self, client: int) -> bool:
+        return self.who.until_on is None or self.who.until_on(self.now, [client])[0] == 0
+
+    def _anyone(self, version: int, job: int, busy: set[int]) -> int | None:
+        """Any client that is not busy and can be invited, by a draw of this job alone; None if
+        there is none."""
+        who, generator = self.who, draws.generator(self.who.seed, "invited", version, job)
+        for _ in range(TRIES if 2 * len(busy) <= who.clients else 0):
+            client = int(generator.integers(who.clients))
+            if client not in busy and self._is_on(client):
+                return client
+        free = [client for client in range(who.clients) if client not in busy]
+        if who.until_on is not None and free:
+            pairs = zip(free, who.until_on(self.now, free), strict=True)
+            free = [client for client, wait in pairs if wait == 0]
+        return free[int(generator.integers(len(free)))] if free else None
+
+    def _wait(self, busy: set[int]) -> bool:
+        """Nobody is in flight: wait until a client can be invited, if there will be one."""
+        free = [client for client in range(self.who.clients) if client not in busy]
+        if self.who.until_on is None or not free:
+            return False
+        wait = min(self.who.until_on(self.now, free))
+        self.now += wait if math.isfinite(wait) else 0
+        return math.isfinite(wait)
+
     def state(self) -> dict[str, Tensor]:
         """As a checkpoint holds it."""
         jobs = sorted(self.in_flight)
-        times = [self.now, *(job.time for job in jobs)]
-        numbers = [[self.jobs, 0, 0, 0], *([*map(int, job[1:])] for job in jobs)]
+        times = [[self.now, 0.0], *([job.time, job.seconds] for job in jobs)]
+        first = [self.jobs, 0, 0, 0, 0]
+        numbers = [first, *([*map(int, job[1:-1])] for job in jobs)]
         return {"times": torch.tensor(times, dtype=torch.float64), "jobs": torch.tensor(numbers)}
 
     def load_state(self, times: Tensor, jobs: Tensor) -> None:
         """Raises ValueError if it cannot be that of such a run."""
-        if times.dtype != torch.float64 or jobs.dtype != torch.int64 or jobs.dim() != 2:
+        shapes = (times.dtype, *times.shape[1:]), (jobs.dtype, *jobs.shape[1:])
+        if shapes != ((torch.float64, 2), (torch.int64, 5)) or not len(times) == len(jobs) > 0:
             raise ValueError("its events are not numbers as they should be")
-        (self.now, *arrivals), (first, *rows) = times.tolist(), jobs.tolist()
         found = [
-            Job(time, number, client, version, bool(lost))
-            for time, (number, client, version, lost) in zip(arrivals, rows, strict=True)
+            Job(time, number, client, version, bool(lost), wasted, seconds)
+            for (time, seconds), (number, client, version, lost, wasted) in zip(
+                times[1:].tolist(), jobs[1:].tolist(), strict=True
+            )
         ]
+        now, count = float(times[0, 0]), int(jobs[0, 0])
         clients = {job.client for job in found if 0 <= job.client < self.who.clients}
-        sound = all(job.time >= self.now and 0 <= job.number < first[0] for job in found)
+        sound = all(job.time >= now and 0 <= job.number < count for job in found)
         if not sound or not len(clients) == len(found) <= self.who.concurrency:
             raise ValueError("its events are not of such a run")
-        self.jobs, self.in_flight = first[0], found  # sorted: a heap
+        self.now, self.jobs, self.in_flight = now, count, sorted(found)  # sorted: a heap
 
 
 @dataclass
@@ -137,26 +196,14 @@ class Filled:
     buffer: list[Job] = field(default_factory=list)
     """The updates in it, as they arrived."""
     lost: list[Job] = field(default_factory=list)
-    """Clients that never answered."""
+    """Clients that were lost."""
     invited: int = 0
     """How many clients began."""
 
 
 def _invitations(who: Population, version: int) -> Iterator[int]:
     """Those that are asked first: the cohort of that round, were the run synchronous, in an order
-    that is drawn as well. It is drawn when the first is asked for."""
+    that is drawn as well."""
     cohort = draws.cohort(who.seed, version, who.clients, who.concurrency)
     order = draws.generator(who.seed, "invitations", version).permutation(len(cohort))
     yield from (cohort[place] for place in order)
-
-
-def _anyone(who: Population, version: int, job: int, busy: set[int]) -> int:
-    """Any client that is not busy, by a draw of this job alone. There is one."""
-    generator = draws.generator(who.seed, "invited", version, job)
-    if 2 * len(busy) > who.clients:
-        free = sorted({*range(who.clients)} - busy)
-        return free[int(generator.integers(len(free)))]
-    while True:
-        client = int(generator.integers(who.clients))
-        if client not in busy:
-            return client

@@ -6,6 +6,7 @@
 Engines decide where and for how many clients at a time local_update runs.
 """
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ class Server:
     """The local steps behind the statistics: what the counters among the buffers go by."""
     personal: Tensor
     """The first values of the part of the weights that stays with clients. Part of no message."""
+    limits: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Of the round under way: after how many local steps a client stops, if before its last."""
 
     @classmethod
     def start(

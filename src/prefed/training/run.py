@@ -20,6 +20,7 @@ from prefed.core.schedule import at
 from prefed.data import FederatedData
 from prefed.rules import State
 from prefed.training.client_evaluation import ClientEvaluation
+from prefed.training.clock import Clock
 from prefed.training.diagnostics import CollapseWatch, diagnose
 from prefed.training.goals import Best, Goal, Stopper
 from prefed.training.identity import identity
@@ -106,6 +107,8 @@ class Run:
                 "asynchronous: is for simulations in one process, not for several ranks (torchrun) "
                 "and not for Flower's nodes; leave it out, or run with --workers"
             )
+        self.clock = self._clock()
+        """The virtual time of synchronous rounds; None if there is none."""
         self.server = Server.start(algorithm, flat.shared, flat.weights, flat.read_buffers())
         self.config = config or identity(algorithm, self.task.flat.module, data, settings, loss)
         """What is run, as config.toml has it."""
@@ -127,6 +130,14 @@ class Run:
         self._stopper: Stopper | None = None
         if self.trainer.leads:
             self._set_goals()
+
+    def _clock(self) -> Clock | None:
+        if (devices := self.settings.devices) is None or self.trainer.is_asynchronous:
+            return None
+        if not self.trainer.simulates:
+            log.warning("devices: they are of simulations; here clients are real, and so is time")
+            return None
+        return Clock(devices, self.algorithm, self.task, self.data, self.settings)
 
     def _client_evaluation(self) -> ClientEvaluation | None:
         if self.data.client_tests is None:
@@ -238,7 +249,13 @@ class Run:
         answers = cohort
         if not self.trainer.is_asynchronous:
             answers = draws.answering(settings.seed, round, cohort, settings.client_dropout)
-        record = self._new_record(round, cohort, answers)
+        server, told = self.server, Record()
+        if self.clock is not None:
+            began, _ = self.clock.begin(round, self.seconds_virtual)
+            closed = self.clock.close(server, began, cohort, answers)
+            answers, told = closed.answers, closed.record
+            server = replace(server, limits=closed.limits)
+        record = self._new_record(round, cohort, answers) | told
         largest = torch.finfo(self.server.weights.dtype).max
         if max(record["client_lr"], record["server_lr"]) > largest:
             raise self._diverged(record, start, "a step size is not finite")
@@ -246,7 +263,7 @@ class Run:
         # 2. Train where the clients are. Their updates are admitted and averaged as they arrive.
         arrived = None
         if len(answers) >= settings.quorum:
-            arrived = self.trainer.train(self.server, answers)
+            arrived = self.trainer.train(server, answers)
             record |= arrived.record
 
         # 3. Step the server, if enough clients have answered, and all with finite numbers.
@@ -255,9 +272,11 @@ class Run:
             if not arrived.is_finite:
                 what = "weights are" if math.isfinite(arrived.loss) else "training loss is"
                 raise self._diverged(record, start, f"the {what} not finite")
-            steps = settings.local_steps or mean_steps(arrived.mean)
-            if settings.local_epochs is not None:
-                record["local_steps"] = steps
+            steps: float
+            if settings.local_steps is not None and not server.limits:
+                steps = settings.local_steps
+            else:
+                steps = record["local_steps"] = mean_steps(arrived.mean)
             self._step(arrived, steps)
             if not self.is_whole:
                 raise self._diverged(record, start, "the weights are not finite")
@@ -296,8 +315,15 @@ class Run:
         """The clients of the next round."""
         if self.trainer.is_asynchronous:
             return self.trainer.arrivals(self.server)
+        if self.clock is not None:
+            return self.clock.begin(self.server.round, self.seconds_virtual)[1]
         size = self.settings.clients_per_round
         return draws.cohort(self.settings.seed, self.server.round, len(self.data), size)
+
+    @property
+    def seconds_virtual(self) -> float:
+        """Virtual time since the start of the run, at the end of its last round."""
+        return float(self.history[-1].get("seconds_virtual", 0.0)) if self.history else 0.0
 
     def _new_record(self, round: int, cohort: list[int], answers: list[int]) -> Record:
         algorithm, steps = self.algorithm, self.settings.local_steps or 0

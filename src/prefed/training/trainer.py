@@ -52,6 +52,8 @@ class Trainer(ABC):
     """This process evaluates, writes and prints for the run; of several ranks only the first."""
     threads: int | None = None
     """Torch's threads for each operation of a round; None leaves them as they are."""
+    simulates: bool = True
+    """Clients are simulated, so that time may be virtual."""
     engine: str = ""
     """How the run computes, known after `prepare`. A resumed run goes on with the same."""
     is_asynchronous: bool = False

@@ -28,7 +28,7 @@ class Sequential:
         self, algorithm: Algorithm, server: Server, clients: Sequence[int], kept: Kept
     ) -> Update:
         self.task.flat.module.train()
-        block = _Block(self, clients, server.round)
+        block = _Block(self, clients, server)
         update = local_update(algorithm, server, block, kept)
         self.task.flat.buffers.check()
         return update
@@ -38,7 +38,8 @@ class _Block(Block):
     """One client whose weights are the model's own; or, in lockstep, the rows of a cohort, which
     take turns in the model."""
 
-    def __init__(self, engine: Sequential, clients: Sequence[int], round: int) -> None:
+    def __init__(self, engine: Sequential, clients: Sequence[int], server: Server) -> None:
+        round, limits = server.round, server.limits
         self.engine, self.clients = engine, clients
         self.task, self.layout = engine.task, engine.task.flat.layout
         flat = self.task.flat
@@ -47,8 +48,9 @@ class _Block(Block):
         self.weights = flat.weights[None] if self.alone else flat.weights.new_empty(rows)
         self.gradient = flat.gradient[None] if self.alone else flat.weights.new_empty(rows)
         samples = [engine.data.client(c) for c in clients]
+        about = engine.settings, engine.data.augment, self.task.device
         self.batches = [
-            Batches(s, c, round, engine.settings, engine.data.augment, self.task.device)
+            Batches(s, c, round, *about, limits.get(c))
             for s, c in zip(samples, clients, strict=True)
         ]
         self.steps = [len(batches) for batches in self.batches]

@@ -1,6 +1,6 @@
 """The batches of a block of clients, stacked so that one operation serves all of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -13,7 +13,7 @@ from prefed.core.errors import PrefedError
 from prefed.core.losses import are_labels
 from prefed.data import FederatedData, Samples
 from prefed.data.samples import LazySamples
-from prefed.training.batches import Batches, sample_numbers
+from prefed.training.batches import NO_LIMITS, Batches, sample_numbers
 from prefed.training.settings import Settings
 
 Part = tuple[slice | Tensor, Tensor, Tensor]
@@ -89,18 +89,22 @@ def gather(
     settings: Settings,
     most: int,
     device: torch.device,
+    limits: Mapping[int, int] = NO_LIMITS,
 ) -> list[Stack]:
     """Stacks of at most `most` clients, if their batches are alike. A loss cannot be told to leave
-    padding out, so full batches are grouped by size."""
-    size = settings.batch_size
-    if size is not None and data.augment is None and _are_equal(data, clients, settings):
+    padding out, so full batches are grouped by size. Clients with `limits` stop earlier."""
+    size, limited = settings.batch_size, any(client in limits for client in clients)
+    alike_all = data.augment is None and not limited
+    if size is not None and alike_all and _are_equal(data, clients, settings):
         return [
             _drawn(data, clients, slice(start, start + most), round, settings, device)
             for start in range(0, len(clients), most)
         ]
     augment = data.augment
-    batches = [Batches(data.client(c), c, round, settings, augment, device) for c in clients]
-    if size is not None or augment is not None:
+    batches = [
+        Batches(data.client(c), c, round, settings, augment, device, limits.get(c)) for c in clients
+    ]
+    if size is not None or augment is not None or limited:
         return [Unequal(batches)]
     alike: dict[int, list[int]] = {}
     for row, of_one in enumerate(batches):

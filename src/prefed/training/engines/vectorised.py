@@ -100,13 +100,12 @@ class Vectorised:
         self, algorithm: Algorithm, server: Server, clients: Sequence[int], kept: Kept
     ) -> Update:
         self.task.flat.module.train()
-        steps = local_steps(self.settings, self.data, clients)
+        steps = local_steps(self.settings, self.data, clients, server.limits)
         order = sorted(range(len(clients)), key=lambda row: -steps[row])  # as a block wants them
         clients, steps = [clients[row] for row in order], [steps[row] for row in order]
         seeds = self.task.seeds(self.settings.seed, server.round, clients)
-        stacks = gather(
-            self.data, clients, server.round, self.settings, self.most_clients, self.task.device
-        )
+        how = self.settings, self.most_clients, self.task.device
+        stacks = gather(self.data, clients, server.round, *how, server.limits)
         block = self.make_block(clients, steps, stacks, seeds)
         update = local_update(algorithm, server, block, kept)
         self.task.flat.buffers.check()
