@@ -26,6 +26,7 @@ from prefed.experiments.simulate import simulate
 from prefed.experiments.stored_runs import load_runs, to_pandas
 from prefed.models import MODELS
 from prefed.rules import RULES, Field, Rule
+from prefed.training.asynchronous import Asynchronous
 from prefed.training.devices import Devices
 from prefed.training.diagnostics import CollapseWarning
 from prefed.training.engines import ENGINES, EngineWarning
@@ -37,10 +38,10 @@ from prefed.training.settings import Settings
 
 __all__ = [
     "ALGORITHMS", "CODECS", "DATASETS", "ENGINES", "LOSSES", "METRICS", "MODELS", "RULES",
-    "SCAFFOLD", "SPLITS", "AdaAlter", "Algorithm", "Callback", "CollapseWarning", "Devices",
-    "Diverged", "EngineWarning", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedBN", "FedNova",
-    "FedPer", "FedProx", "FedRep", "FedYogi", "FederatedData", "Field", "Interrupted", "LocalAdam",
-    "Pair", "Partition", "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync", "PrefedError", "Rate",
-    "Result", "Rule", "Run", "Settings", "Simulation", "average", "derived", "keep", "load",
-    "load_runs", "optim", "reset", "schedule", "simulate", "to_pandas",
+    "SCAFFOLD", "SPLITS", "AdaAlter", "Algorithm", "Asynchronous", "Callback", "CollapseWarning",
+    "Devices", "Diverged", "EngineWarning", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedBN",
+    "FedNova", "FedPer", "FedProx", "FedRep", "FedYogi", "FederatedData", "Field", "Interrupted",
+    "LocalAdam", "Pair", "Partition", "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync",
+    "PrefedError", "Rate", "Result", "Rule", "Run", "Settings", "Simulation", "average", "derived",
+    "keep", "load", "load_runs", "optim", "reset", "schedule", "simulate", "to_pandas",
 ]  # fmt: skip

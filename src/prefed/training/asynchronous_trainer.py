@@ -52,7 +52,8 @@ class AsynchronousTrainer(LocalTrainer):
         assert settings.devices is not None
         self.clock = Clock(settings.devices, algorithm, task, data, settings)
         people = settings.seed, len(data), buffer, concurrency
-        until_on = None if self.clock.always_on else self._until_on
+        timeless = self.clock.always_on and settings.devices.trace is None
+        until_on = None if timeless else self._until_on
         self.events = Events(Population(*people, self._work, until_on))
         """As they are between two steps of the server."""
         self.ahead, self.filled = self.events, Filled()
@@ -71,17 +72,19 @@ class AsynchronousTrainer(LocalTrainer):
         self.fresh = []
         return [job.client for job in sorted(self.filled.buffer, key=_by_version)]
 
-    def _work(self, version: int, job: int, clients: list[int], now: float) -> Work:
+    def _work(self, version: int, clients: Sequence[int], now: float) -> list[Work]:
         """What becomes of clients that begin now with that version."""
-        seed, devices = self.settings.seed, self.clock.devices
-        jobs = self.clock.jobs(replace(self.like, round=version), job, clients, now)
+        seed, dropout = self.settings.seed, self.settings.client_dropout
+        jobs = self.clock.jobs(replace(self.like, round=version), version, [*clients], now)
         ends = jobs.seconds()
-        lost = devices.lost(seed, job, clients, ends, now)
-        answers = draws.answering(seed, job, clients, self.settings.client_dropout)
-        lost = np.where(np.isin(clients, answers), lost, np.minimum(lost, jobs.there))
-        wasted = jobs.sent_before(ends, lost)
-        found = np.minimum(ends, lost), np.isfinite(lost), np.where(np.isfinite(lost), wasted, 0)
-        return Work(*(values.tolist() for values in found))
+        lost = self.clock.devices.lost(seed, version, clients, ends, now)
+        if dropout:
+            answers = draws.answering(seed, version, [*clients], dropout)
+            lost = np.where(np.isin(clients, answers), lost, np.minimum(lost, jobs.there))
+        is_lost = np.isfinite(lost)
+        wasted = np.where(is_lost, jobs.sent_before(ends, lost), 0)
+        found = (part.tolist() for part in (is_lost, wasted, np.minimum(ends, lost)))
+        return [*zip(*found, strict=True)]
 
     def _until_on(self, now: float, clients: Sequence[int]) -> Sequence[float]:
         found: list[float] = self.clock.devices.until_on(self.settings.seed, now, clients).tolist()
@@ -94,13 +97,7 @@ class AsynchronousTrainer(LocalTrainer):
     def _at_once(self, cohort: list[int]) -> int:
         return self.events.who.concurrency
 
-    # Train
-
-    def train(self, server: Server, clients: list[int]) -> Arrived:
-        arrived = super().train(server, clients)
-        return replace(arrived, record={**arrived.record, **self._record(server)})
-
-    def _record(self, server: Server) -> Record:
+    def told(self, server: Server) -> Record:
         buffer, invited = self.filled.buffer, self.filled.invited
         ages = [server.round - job.version for job in buffer]
         now = self._traffic(server.round)
@@ -108,7 +105,8 @@ class AsynchronousTrainer(LocalTrainer):
         each = {version: self._traffic(version) for version in {job.version for job in buffer}}
         for name in (name for name in now if "up" in name):
             record[name] = sum(each[job.version][name] for job in buffer)
-        record |= {"staleness_mean": sum(ages) / len(ages), "staleness_max": max(ages)}
+        if ages:
+            record |= {"staleness_mean": sum(ages) / len(ages), "staleness_max": max(ages)}
         lost, used = self.filled.lost, sorted(buffer, key=_by_version)
         if lost:
             record["dropped"] = sorted(job.client for job in lost)
@@ -120,6 +118,8 @@ class AsynchronousTrainer(LocalTrainer):
             "wasted_bytes_up": sum(job.wasted for job in lost),
             "wasted_bytes_down": sum(self._traffic(job.version)["bytes_down"] for job in lost),
         }
+
+    # Train
 
     def _updates(self, server: Server, clients: list[int]) -> Iterator[tuple[int, Update]]:
         """The updates in the buffer, as the server of now averages them."""

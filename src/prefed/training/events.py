@@ -6,13 +6,13 @@ happens at one moment happens in this order: updates arrive, and the server step
 full; then clients are invited to the free places. So with devices that are all alike, and as many
 places as the buffer has, a version is a round of synchronous training.
 
-A client is invited if it is neither in flight nor in the buffer: it never has
-two updates under way.
+A client is invited if it is neither in flight nor in the buffer: it never has two updates under
+way. One that was lost is not invited again before the next version.
 """
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -22,8 +22,8 @@ from torch import Tensor
 from prefed.core import draws
 from prefed.core.errors import PrefedError
 
-TRIES = 1000
-"""Draws for a client that is free before all that are free are looked for."""
+TRIES = 64
+"""Draws for a client that can be invited before all clients are looked at."""
 
 
 class Job(NamedTuple):
@@ -44,13 +44,8 @@ class Job(NamedTuple):
     """That its device was busy."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """How some clients end that are invited at a time: a number for each."""
-
-    seconds: Sequence[float]
-    is_lost: Sequence[bool]
-    wasted: Sequence[int]
+Work = tuple[bool, int, float]
+"""How the work of a client ends: is_lost, wasted and seconds of its job."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +58,11 @@ class Population:
     """Updates in a step of the server."""
     concurrency: int
     """Clients in flight at a time."""
-    work: Callable[[int, int, list[int], float], Work]
-    """(version, number of the first job, clients, time) -> what becomes of them."""
+    work: Callable[[int, Sequence[int], float], Sequence[Work]]
+    """(version, clients, time) -> what becomes of those that begin with it then."""
     until_on: Callable[[float, Sequence[int]], Sequence[float]] | None = None
-    """(time, clients) -> seconds until each can be invited. None: all can be always."""
+    """(time, clients) -> seconds until each can be invited. None: all can be always, and their work
+    does not depend on the time."""
 
 
 @dataclass
@@ -86,72 +82,41 @@ class Events:
 
     def fill_buffer(self, version: int) -> "Filled":
         """Go on until the buffer is full, or nobody is left to wait for."""
-        found, who = Filled(), self.who
-        names = _invitations(who, version)
+        found, guests = Filled(), Guests(self.who, version)
         busy = {job.client for job in self.in_flight}
-        while len(found.buffer) < who.buffer:
+        while len(found.buffer) < self.who.buffer:
             if not self.in_flight or self.in_flight[0].time > self.now:
-                found.invited += self._invite(version, names, busy)
+                found.invited += self._invite(guests, busy)
             if not self.in_flight:
                 if self._wait(busy):
                     continue
                 break
             job = heapq.heappop(self.in_flight)
             self.now = job.time
-            if job.is_lost:
-                found.lost.append(job)
-                busy.remove(job.client)
-            else:
-                found.buffer.append(job)
-        if not found.buffer:
+            (found.lost if job.is_lost else found.buffer).append(job)
+        if not found.buffer and not found.lost:
             raise PrefedError(
                 f"devices: from {self.now:g} virtual seconds on no client can ever be asked; make "
                 f"the windows longer, or let the trace repeat"
             )
         return found
 
-    def _invite(self, version: int, names: Iterator[int], busy: set[int]) -> int:
+    def _invite(self, guests: "Guests", busy: set[int]) -> int:
         """Fill the free places, as far as there are clients; how many were filled."""
-        who = self.who
-        free = min(who.concurrency - len(self.in_flight), who.clients - len(busy))
+        free = min(self.who.concurrency - len(self.in_flight), self.who.clients - len(busy))
         invited: list[int] = []
         while len(invited) < free:
-            client = next(names, None)
-            if client is None:
-                client = self._anyone(version, self.jobs + len(invited), busy)
+            client = guests.next(self.now, self.jobs + len(invited), busy)
             if client is None:
                 break
-            if client not in busy and self._is_on(client):
-                invited.append(client)
-                busy.add(client)
-        if not invited:
-            return 0
+            invited.append(client)
+            busy.add(client)
         invited.sort()
-        work = who.work(version, self.jobs, invited, self.now)
-        rows = zip(invited, work.seconds, work.is_lost, work.wasted, strict=True)
-        for client, seconds, is_lost, wasted in rows:
-            ends = is_lost, wasted, seconds
-            job = Job(self.now + seconds, self.jobs, client, version, *ends)
+        for client, ends in zip(invited, guests.work(invited, self.now), strict=True):
+            job = Job(self.now + ends[-1], self.jobs, client, guests.version, *ends)
             heapq.heappush(self.in_flight, job)
             self.jobs += 1
         return len(invited)
-
-    def _is_on(self, client: int) -> bool:
-        return self.who.until_on is None or self.who.until_on(self.now, [client])[0] == 0
-
-    def _anyone(self, version: int, job: int, busy: set[int]) -> int | None:
-        """Any client that is not busy and can be invited, by a draw of this job alone; None if
-        there is none."""
-        who, generator = self.who, draws.generator(self.who.seed, "invited", version, job)
-        for _ in range(TRIES if 2 * len(busy) <= who.clients else 0):
-            client = int(generator.integers(who.clients))
-            if client not in busy and self._is_on(client):
-                return client
-        free = [client for client in range(who.clients) if client not in busy]
-        if who.until_on is not None and free:
-            pairs = zip(free, who.until_on(self.now, free), strict=True)
-            free = [client for client, wait in pairs if wait == 0]
-        return free[int(generator.integers(len(free)))] if free else None
 
     def _wait(self, busy: set[int]) -> bool:
         """Nobody is in flight: wait until a client can be invited, if there will be one."""
@@ -201,9 +166,52 @@ class Filled:
     """How many clients began."""
 
 
-def _invitations(who: Population, version: int) -> Iterator[int]:
-    """Those that are asked first: the cohort of that round, were the run synchronous, in an order
-    that is drawn as well."""
-    cohort = draws.cohort(who.seed, version, who.clients, who.concurrency)
-    order = draws.generator(who.seed, "invitations", version).permutation(len(cohort))
-    yield from (cohort[place] for place in order)
+class Guests:
+    """Whom to invite to begin with a version: first the cohort of that round, were the run
+    synchronous, in an order that is drawn as well; then anyone."""
+
+    def __init__(self, who: Population, version: int) -> None:
+        self.who, self.version = who, version
+        cohort = draws.cohort(who.seed, version, who.clients, who.concurrency)
+        order = draws.generator(who.seed, "invitations", version).permutation(len(cohort))
+        self.first: list[int] = [cohort[place] for place in order.tolist()]
+        self.asked = 0
+        """How many of these were asked."""
+        self.known: dict[int, Work] = {}
+
+    def next(self, now: float, job: int, busy: set[int]) -> int | None:
+        """A client that is not busy and can be invited; None if there is none. `job` is the number
+        of the job that it is for."""
+        while self.asked < len(self.first):
+            client = self.first[self.asked]
+            self.asked += 1
+            if self._free([client], now, busy):
+                return client
+        count = self.who.clients
+        generator = draws.generator(self.who.seed, "invited", self.version, job)
+        if 2 * len(busy) <= count:
+            drawn: list[int] = generator.integers(count, size=TRIES).tolist()
+            if found := self._free(drawn, now, busy):
+                return found[0]
+        free = self._free(range(count), now, busy)
+        return free[int(generator.integers(len(free)))] if free else None
+
+    def _free(self, clients: Iterable[int], now: float, busy: set[int]) -> list[int]:
+        """Those that can be invited."""
+        free = [client for client in clients if client not in busy]
+        if self.who.until_on is None or not free:
+            return free
+        waits = self.who.until_on(now, free)
+        return [client for client, wait in zip(free, waits, strict=True) if wait == 0]
+
+    def work(self, clients: Sequence[int], now: float) -> Sequence[Work]:
+        """What becomes of clients that begin now. Where that does not depend on the time, it is
+        worked out for those that come next as well: many at once cost little more than one."""
+        if self.who.until_on is not None:
+            return self.who.work(self.version, clients, now)
+        if any(client not in self.known for client in clients):
+            soon = self.first[self.asked : self.asked + self.who.buffer]
+            more = [client for client in (*clients, *soon) if client not in self.known]
+            found = self.who.work(self.version, more, now)
+            self.known |= dict(zip(more, found, strict=True))
+        return [self.known[client] for client in clients]

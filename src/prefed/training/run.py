@@ -249,7 +249,7 @@ class Run:
         answers = cohort
         if not self.trainer.is_asynchronous:
             answers = draws.answering(settings.seed, round, cohort, settings.client_dropout)
-        server, told = self.server, Record()
+        server, told = self.server, self.trainer.told(self.server)
         if self.clock is not None:
             began, _ = self.clock.begin(round, self.seconds_virtual)
             closed = self.clock.close(server, began, cohort, answers)

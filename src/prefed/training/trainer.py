@@ -70,6 +70,10 @@ class Trainer(ABC):
         """The clients whose updates make the next step of the server, if it is asynchronous."""
         raise PrefedError("this trainer is not asynchronous")
 
+    def told(self, server: Server) -> Record:
+        """For the record of the round: what is known before its clients are trained."""
+        return {}
+
     def keep(self, server: Server, arrived: Arrived) -> None:
         """The round counts: what its clients keep is theirs from now on."""
 
