@@ -239,21 +239,23 @@ def test_resumed_after_any_step_it_has_the_same_bits(
 def test_a_step_that_fails_leaves_the_state_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has trained, and whom it has invited, are of the next try."""
-    whole = late("scaffold", "vectorised")
+    """What it has trained, and whom it has invited, are of the next try. Every other step fails."""
+    options: dict[str, Any] = {"rounds": 9}
+    whole = late("scaffold", "vectorised", **options)
     real, steps = LocalTrainer._train, 0
 
     def fails(self: LocalTrainer, server: Server, clients: list[int]) -> Arrived:
         nonlocal steps
         found, steps = real(self, server, clients), steps + 1
-        if steps == 7:
+        if steps % 2:
             raise OSError("the disk is gone")
         return found
 
     monkeypatch.setattr(LocalTrainer, "_train", fails)
-    with pytest.raises(OSError, match="the disk is gone"):
-        late("scaffold", "vectorised", out=tmp_path)
-    resumed = late("scaffold", "vectorised", out=tmp_path, resume=True)
+    for _ in whole.history:
+        with pytest.raises(OSError, match="the disk is gone"):
+            late("scaffold", "vectorised", **options, out=tmp_path, resume=True)
+    resumed = late("scaffold", "vectorised", **options, out=tmp_path, resume=True)
     assert torch.equal(whole.weights, resumed.weights)
     assert without_seconds(whole) == without_seconds(resumed)
 
