@@ -25,6 +25,10 @@ from prefed.experiments.config import Config, Data
 from prefed.experiments.study import Study, Tuning, Variant
 from prefed.models import MODELS
 from prefed.rules import Rule
+from prefed.training.availability import Windows
+from prefed.training.device_classes import DeviceClass
+from prefed.training.devices import Devices
+from prefed.training.distributions import Distribution
 from prefed.training.engines import ENGINES
 
 GIVEN = {*GIVEN_TO_SPLITS, "inputs", "classes", "task", "data", "settings", "output", "y",
@@ -47,7 +51,7 @@ def options_of(model: type[BaseModel], texts: dict[str, str]) -> list[Option]:
     """The fields of a model; `texts` explains those that do not explain themselves."""
     found = []
     for name, field in model.model_fields.items():
-        if name in ("schedule", "name"):
+        if name in ("schedule", "distribution", "name"):
             continue
         value = field.get_default(call_default_factory=True)
         default = "required" if value is PydanticUndefined else f"`{toml(value)}`"
@@ -67,7 +71,7 @@ def toml(value: Any) -> str:
         return f'"{value}"'
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml, value))}]"
-    if isinstance(value, BaseModel):
+    if isinstance(value, BaseModel) or value == {}:
         return "{}"
     if isinstance(value, Rule):
         options = ", ".join(f"{key} = {toml(item)}" for key, item in value.written().items())
@@ -153,6 +157,10 @@ def named(title: str, registry: Registry[Any], skip: set[str] | None = None) -> 
         yield from table([o for o in options if o.name not in (skip or set())])
 
 
+def distributions() -> list[type[Distribution]]:
+    return Distribution.__subclasses__()
+
+
 def page() -> str:
     base = {name: Algorithm.model_fields[name] for name in Algorithm.model_fields}
     lines = ["## Settings", "", "At the top of a config; `prefed.simulate` takes the same.", ""]
@@ -169,6 +177,19 @@ def page() -> str:
             or kind.model_fields[option.name].default != base[option.name].default
         ]
         lines += ["", f"### algorithm `{name}`", "", text_of(kind), *table(own)]
+    lines += [
+        "",
+        "## `[devices]`",
+        "",
+        "See [devices](devices.md).",
+        *table(options_of(Devices, {})),
+    ]
+    lines += ["", "### `[devices.windows]`", "", text_of(Windows), *table(options_of(Windows, {}))]
+    lines += ["", "### `[devices.classes.NAME]`", "", text_of(DeviceClass)]
+    lines += table([o for o in options_of(DeviceClass, {}) if o.name == "share"])
+    for kind in distributions():
+        name = kind.model_fields["distribution"].default
+        lines += ["", f"### distribution `{name}`", "", text_of(kind), *table(options_of(kind, {}))]
     lines += ["", "## Schedules", "", "In place of a step size: a table with the key `schedule`, "]
     lines += ["or a function of the round, counted from 0, by its name."]
     for kind in SCHEDULES:

@@ -14,6 +14,7 @@ def ls() -> None:
     """List presets, studies, tables, and what they name: algorithms, models, data sets, ..."""
     from prefed import ALGORITHMS, CODECS, DATASETS, ENGINES, LOSSES, MODELS, RULES, SPLITS
     from prefed.experiments.config import presets, studies, tables
+    from prefed.training.device_classes import CLASSES
 
     for title, names in (("presets", presets()), ("studies", studies()), ("tables", tables())):
         say(f"{title + ':':<12}" + " ".join(names), 12 * " ")
@@ -22,19 +23,29 @@ def ls() -> None:
         ("splits", SPLITS), ("engines", ENGINES), ("codecs", CODECS), ("losses", LOSSES),
     ):  # fmt: skip
         say(f"{title + ':':<12}" + " ".join(registry.names()), 12 * " ")
+    say(f"{'devices:':<12}" + " ".join(CLASSES), 12 * " ")
 
 
 def cat(
     name: Annotated[str, typer.Argument(help="a preset, or anything `prefed ls` lists")],
 ) -> None:
     """Print a preset, study or table, or what an algorithm, rule, model, data set, split, codec,
-    engine or loss is and its options; also of your own, as module:name."""
+    engine, loss or kind of device is and its options; also of your own, as module:name."""
+    from tomli_w import dumps
+
     from prefed.core.errors import PrefedError, did_you_mean
     from prefed.experiments.config import find, shipped
+    from prefed.training.device_classes import CLASSES
 
     folders = [folder for folder in ("presets", "studies", "tables") if name in shipped(folder)]
     if "presets" in folders:
         print(find("presets", name).read_text(), end="")
+        return
+    if name in CLASSES:
+        print(
+            f"# devices {name}: in a config, devices = {name!r}\n"
+            + dumps(CLASSES[name].model_dump())
+        )
         return
     kinds = _kinds()
     if ":" in name:
@@ -89,7 +100,9 @@ def validate(config: Source, set: Changes = []) -> None:
     from prefed.experiments.config import kind_of, load
 
     if (kind := kind_of(config)) == "config":
-        load(config, set)
+        devices = load(config, set).devices
+        if devices is not None:
+            devices.check()
         print(f"{config}: ok")
         return
     if set:

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from prefed.experiments.measures import measure
+from prefed.experiments.measures import duration, measure
 from prefed.experiments.ranking import Group, headings
 from prefed.experiments.sweep import Scored
 
@@ -62,11 +63,14 @@ def ranking(groups: list[Group], target: float) -> Table:
 def points(scored: list[Scored], most: int = 20) -> Table:
     """The points of a sweep, best first."""
     by = measure([run for s in scored for run in s.runs])
-    rows = []
+    timed, rows = any(run.timed for s in scored for run in s.runs), []
     for s in scored[:most]:
         value = "diverged" if s.score == -math.inf else by.text(by.sign * s.score)
-        rows.append([*s.point.values(), value])
-    view = table([*scored[0].point, by.heading("validation")], rows)
+        ends = [run.history[-1]["seconds_virtual"] for run in s.runs if run.timed]
+        time = duration(fmean(ends)) if ends else "-"
+        rows.append([*s.point.values(), value, *([time] if timed else [])])
+    heads = [by.heading("validation"), *(["virtual time"] if timed else [])]
+    view = table([*scored[0].point, *heads], rows)
     if len(scored) > most:
         view.caption = f"and {len(scored) - most} more points"
     return view

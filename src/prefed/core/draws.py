@@ -103,7 +103,7 @@ def uniforms(seed: int, purpose: str, clients: Numbers, round: int = 0) -> Float
     The key makes the start of a SplitMix64 sequence, of which client c has number c. So a client's
     number depends neither on which others are asked for nor on their order.
     """
-    start = generator(seed, purpose, round).bit_generator.random_raw()
+    start = _brief(seed, purpose, round, 0).bit_generator.random_raw()
     z = np.array(clients, dtype=np.uint64)
     z += np.uint64(1)
     z *= np.uint64(0x9E3779B97F4A7C15)

@@ -86,6 +86,13 @@ def megabytes(count: float) -> str:
     return f"{count / 1e6:{'.1f' if count >= 0.995e6 else '.2g'}}"
 
 
+def duration(seconds: float) -> str:
+    """Seconds in the unit that suits them."""
+    units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+    size, unit = next(((n, u) for n, u in units if seconds >= 2 * n), (1, "s"))
+    return f"{seconds / size:.3g} {unit}"
+
+
 def describe(record: dict[str, Any]) -> str:
     """Loss, accuracy and metrics of a round, in words; without labels, the loss on the test set."""
     loss, accuracy, test = (record[k] for k in ("train_loss", "test_accuracy", "test_loss"))
@@ -103,4 +110,6 @@ def describe(record: dict[str, Any]) -> str:
             text += f"  {name} {value:.4g}"
     if (clients := record.get("client_accuracy_mean")) is not None:
         text += f"  clients {clients:.1%}, worst tenth {record['client_accuracy_worst_tenth']:.1%}"
+    if (virtual := record.get("seconds_virtual")) is not None:
+        text += f"  virtual {duration(virtual)}"
     return text

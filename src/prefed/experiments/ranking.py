@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from prefed.experiments.measures import ACCURACY, Measure, measure, megabytes, merit
+from prefed.experiments.measures import ACCURACY, Measure, duration, measure, megabytes, merit
 from prefed.experiments.stats import bootstrap_interval, sign_flip_p
 from prefed.experiments.stored_runs import StoredRun
 
@@ -18,6 +18,8 @@ def headings(best: "Group", target: float) -> list[str]:
     """Of a ranking, after the label: what `Group.cells` fills. The target is an accuracy."""
     measure, split = best.measure, best.split
     to_target = [f"rounds\nto {target:.0%}", f"MB up\nto {target:.0%}"]
+    if best.timed:
+        to_target.append(f"virtual\nto {target:.0%}")
     return [
         f"{measure.heading(split)}\n[95 % interval]",
         "p vs\nbest",
@@ -26,6 +28,7 @@ def headings(best: "Group", target: float) -> list[str]:
         "MB\nup",
         "MB\ndown",
         "s",
+        *(["virtual\ntime", "wasted\n%"] if best.timed else []),
     ]
 
 
@@ -41,6 +44,8 @@ class Group:
     """What the groups of a ranking are compared by."""
     fair: bool = False
     """Whether a ranking has a column for FAIRNESS."""
+    timed: bool = False
+    """Whether a ranking has columns of virtual time."""
 
     @property
     def split(self) -> str:
@@ -80,6 +85,23 @@ class Group:
         sent = fmean(run.total("bytes_up", hit["round"]) for run, hit in hits)
         return fmean(hit["round"] for _, hit in hits), sent, len(hits)
 
+    def time_to(self, target: float) -> float | None:
+        """Mean virtual seconds to that accuracy, of the runs that reached it."""
+        hits = [hit for run in self.runs if run.timed and (hit := run.reached(target)) is not None]
+        return fmean(hit["seconds_virtual"] for hit in hits) if hits else None
+
+    def _time(self) -> list[str]:
+        """The virtual time of a run, and the share of device seconds that came to nothing."""
+        runs = [run for run in self.runs if run.timed]
+        if not runs:
+            return ["-", "-"]
+        used, lost = (
+            sum(float(r.get(key) or 0.0) for run in runs for r in run.history)
+            for key in ("device_seconds", "wasted_device_seconds")
+        )
+        mean = fmean(run.history[-1]["seconds_virtual"] for run in runs)
+        return [duration(mean), f"{100 * lost / used:.1f}" if used else "-"]
+
     def mean_total(self, key: str) -> float:
         return fmean(run.total(key) for run in self.runs)
 
@@ -97,14 +119,17 @@ class Group:
         if reached is not None:
             some = f" ({reached[2]}/{len(self.runs)})" if reached[2] < len(self.runs) else ""
             rounds, sent = f"{reached[0]:.0f}{some}", megabytes(reached[1])
+        time = self.time_to(target)
+        virtual = ["-" if time is None else duration(time)] if self.timed else []
         return [
             value,
             "" if self.p_value is None else f"{self.p_value:.2g}",
             *([self._fairness()] if self.fair else []),
-            *([rounds, sent] if self.measure is ACCURACY else []),
+            *([rounds, sent, *virtual] if self.measure is ACCURACY else []),
             megabytes(self.mean_total("bytes_up")),
             megabytes(self.mean_total("bytes_down")),
             f"{self.mean_total('seconds'):.1f}",
+            *(self._time() if self.timed else []),
         ]
 
     def _fairness(self) -> str:
@@ -122,8 +147,10 @@ def group(runs: Sequence[StoredRun]) -> list[Group]:
     labels = _labels([_without_seed(runs[0].config) for runs in members])
     by = measure(runs)
     fair = any(FAIRNESS[0] in record for run in runs for record in run.history[-1:])
+    timed = any(run.timed for run in runs)
     groups = [
-        Group(label, own, measure=by, fair=fair) for label, own in zip(labels, members, strict=True)
+        Group(label, own, measure=by, fair=fair, timed=timed)
+        for label, own in zip(labels, members, strict=True)
     ]
     groups.sort(key=lambda g: (g.split == "test", g.merit()), reverse=True)
     best: dict[str, Group] = {}

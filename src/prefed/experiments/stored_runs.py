@@ -89,6 +89,13 @@ class StoredRun:
         """The sum of `key` over all rounds, or over the first `rounds`."""
         return float(sum(record[key] for record in self.history[:rounds]))
 
+    @property
+    def timed(self) -> bool:
+        """Whether it has a virtual clock."""
+        return bool(self.history) and all(
+            r.get("seconds_virtual") is not None for r in self.history
+        )
+
 
 def _diverged(last: Record) -> bool:
     """Whether a run with this last record diverged; a skipped round has no loss either."""

@@ -100,6 +100,9 @@ class Study(BaseModel):
     """The labels to draw round by round; all tuned algorithms if empty."""
     ends: Literal["lines", "upload"] = "lines"
     """What the final results are drawn against: one line per label, or megabytes uploaded."""
+    target: Annotated[float, Field(gt=0, le=1)] | None = None
+    """A test accuracy: the table says what it takes to get there in rounds, bytes and, with
+    devices, virtual time."""
     tuning: Tuning = Tuning()
     """How points are scored."""
     grid: dict[str, dict[str, list[Any]]] = {}

@@ -28,6 +28,7 @@ X: dict[str, tuple[str, Callable[[StoredRun], list[float]]]] = {
         "megabytes uploaded",
         lambda run: [b / 1e6 for b in accumulate(r["bytes_up"] for r in run.history)],
     ),
+    "virtual": ("virtual seconds", lambda run: [float(r["seconds_virtual"]) for r in run.history]),
     "seconds": ("seconds", lambda run: list(accumulate(r["seconds"] for r in run.history))),
 }
 
@@ -92,6 +93,7 @@ def _charts(groups: list[Group], split: str, styles: dict[str, tuple[str, int]])
     of = split.capitalize()
     by_loss = [
         chart("test-loss-megabytes", f"{of} loss for upload", *loss, x="megabytes", log=True),
+        chart("test-loss-virtual", f"{of} loss for virtual time", *loss, x="virtual", log=True),
         chart("test-loss-seconds", f"{of} loss for time", *loss, x="seconds", log=True),
     ]
     made = [
@@ -99,6 +101,9 @@ def _charts(groups: list[Group], split: str, styles: dict[str, tuple[str, int]])
         chart("loss", "Training loss", "train_loss", "training loss", log=True),
         chart("test-loss", f"{of} loss", *loss, log=True),
         chart("accuracy-megabytes", "Accuracy for upload", *accuracy, x="megabytes", percent=True),
+        chart(
+            "accuracy-virtual", "Accuracy for virtual time", *accuracy, x="virtual", percent=True
+        ),
         chart("accuracy-seconds", "Accuracy for time", *accuracy, x="seconds", percent=True),
         *(by_loss if groups[0].measure is LOSS else []),
         *_of_clients(groups, chart),
@@ -179,6 +184,8 @@ def curve(group: Group, y: str, x: str, colour: str, dash: int = 0) -> Curve:
     ended, at the rounds that any of them has."""
     result = Curve(group.label, colour, dash)
     runs = [run for run in group.runs if any(r.get(y) is not None for r in run.history)]
+    if x == "virtual":
+        runs = [run for run in runs if run.timed]
     if not runs:
         return result
     longest = max(len(run.history) for run in runs)

@@ -1,7 +1,7 @@
 """The results of a study: a table, a figure, and the numbers of both."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -11,7 +11,16 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from prefed.algorithms import ALGORITHMS
 from prefed.core.safe_files import to_json, write_whole
-from prefed.experiments.measures import ACCURACY, LOSS, Measure, measure, megabytes, merit
+from prefed.experiments.measures import (
+    ACCURACY,
+    LOSS,
+    Measure,
+    duration,
+    measure,
+    megabytes,
+    merit,
+)
+from prefed.experiments.ranking import Group
 from prefed.experiments.stats import student_interval
 from prefed.experiments.stored_runs import StoredRun
 from prefed.experiments.study import Point, Runs, StudyRuns
@@ -25,7 +34,7 @@ def write(study_runs: StudyRuns, name: str) -> tuple[list[str], list[list[str]],
     """Write STUDY.json, STUDY.md and, if there are runs, STUDY.png; the headings and the cells of
     the table, and what to mind."""
     study, runs = study_runs.study, study_runs.runs()
-    rows = summarise(runs, study.reference)
+    rows = summarise(runs, study.reference, study.target)
     best = study_runs.best()
     edges = {n: e for n, p in best.items() if (e := study_runs.on_edge(n, p))}
     record = {
@@ -73,7 +82,7 @@ def jumps(run: StoredRun, by: Measure) -> float:
     return math.sqrt(fmean(b * b for b in bends) / 6) if bends else math.nan
 
 
-def summarise(runs: Runs, reference: str | None) -> list[Row]:
+def summarise(runs: Runs, reference: str | None, target: float | None = None) -> list[Row]:
     """A row for each label with a run that has ended, the best first."""
     by = measure([run for by_seed in runs.values() for run in by_seed.values()])
 
@@ -108,8 +117,22 @@ def summarise(runs: Runs, reference: str | None) -> list[Row]:
                 "megabytes_down": fmean(r.total("bytes_down") for r in by_seed.values()) / 1e6,
                 "seconds": fmean(run.total("seconds") for run in by_seed.values()),
             }
+            | _in_time(Group(label, list(by_seed.values())), target)
         )
     return sorted(rows, key=lambda row: _merit(row, by), reverse=True)
+
+
+def _in_time(runs: Group, target: float | None) -> Row:
+    """Virtual time, if there is one, and what it took to get to the target, if there is one."""
+    timed, found = [run for run in runs.runs if run.timed], Row()
+    if timed:
+        found["seconds_virtual"] = fmean(run.history[-1]["seconds_virtual"] for run in timed)
+    if target is not None:
+        rounds, up, count = runs.to_target(target) or (None, None, 0)
+        found["to_target"] = {"accuracy": target, "runs": count, "rounds": rounds, "bytes_up": up}
+        if timed:
+            found["to_target"]["seconds_virtual"] = runs.time_to(target)
+    return found
 
 
 def _merit(row: Row, by: Measure) -> tuple[bool, float]:
@@ -149,7 +172,29 @@ def table(rows: list[Row], reference: str | None) -> tuple[list[str], list[list[
             seeds,
         ]
         lines.append(cells)
+    for name, column in _columns_in_time(rows):
+        head.insert(-1, name)
+        for cells, cell in zip(lines, column, strict=True):
+            cells.insert(-1, cell)
     return head, lines
+
+
+def _columns_in_time(rows: list[Row]) -> Iterator[tuple[str, list[str]]]:
+    """The columns of the table that not every study has."""
+    for name, key, text in (
+        ("rounds", "rounds", "{:.0f}".format),
+        ("MB up", "bytes_up", megabytes),
+        ("virtual time", "seconds_virtual", duration),
+    ):
+        found = [row.get("to_target", {}) for row in rows]
+        if any(key in reached for reached in found):
+            target = next(reached["accuracy"] for reached in found if reached)
+            values = [reached.get(key) for reached in found]
+            cells = ["-" if value is None else text(value) for value in values]
+            yield f"{name} to {target:.0%}", cells
+    if any("seconds_virtual" in row for row in rows):
+        ends = [row.get("seconds_virtual") for row in rows]
+        yield "virtual time", ["-" if end is None else duration(end) for end in ends]
 
 
 def markdown(head: list[str], lines: list[list[str]]) -> str:

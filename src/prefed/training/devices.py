@@ -19,7 +19,7 @@ from prefed.core.draws import Floats, Numbers
 from prefed.core.errors import PrefedError, did_you_mean, explain
 from prefed.training.availability import Windows
 from prefed.training.device_classes import CLASSES, SPEEDS, Device, DeviceClass
-from prefed.training.distributions import Distribution, amounts
+from prefed.training.distributions import Distribution, amounts, uniforms
 from prefed.training.traces import AMOUNTS, Trace, read_trace
 
 TRAINING = 3
@@ -141,10 +141,16 @@ class Devices(Device):
             return amounts(said[0] or 0.0, seed, f"device {name}", job, clients)
         if not any(isinstance(value, Distribution) for value in said):
             return np.array([value or 0.0 for value in said])[kinds]
-        found = np.zeros(len(clients))
+        found, drawn = np.zeros(len(clients)), dict[str, Floats]()
         for number, value in enumerate(said):
             of_it = kinds == number
-            found[of_it] = amounts(value or 0.0, seed, f"device {name}", job, clients[of_it])
+            if isinstance(value, Distribution):
+                if value.per not in drawn:
+                    about = seed, f"device {name}", job, clients
+                    drawn[value.per] = uniforms(value.per, *about)
+                found[of_it] = value.amounts(drawn[value.per][of_it])
+            else:
+                found[of_it] = value or 0.0
         return found
 
     @cached_property
@@ -156,6 +162,10 @@ class Devices(Device):
         if self.windows is not None and not found.on.all():
             raise PrefedError(f"{self.trace}: says when devices are on, and so does windows")
         return found
+
+    def check(self) -> None:
+        """Read the files that it names, which a value alone does not need."""
+        _ = self.recorded
 
     def _in_trace(self, seed: int, trace: Trace, clients: Numbers) -> tuple[Numbers, Numbers]:
         """The places of those clients that the trace has rows for, and their devices in it."""

@@ -57,12 +57,18 @@ class Distribution(BaseModel):
     def quantile(self, u: Floats) -> Floats:
         raise NotImplementedError
 
+    def amounts(self, u: Floats) -> Floats:
+        """The amounts of clients with these uniform numbers."""
+        found = self.quantile(u)
+        return np.minimum(np.maximum(found, self.least, out=found), self.most, out=found)
+
 
 class Constant(Distribution):
     """The same for all."""
 
     distribution: Literal["constant"] = "constant"
     value: PositiveFloat
+    """The amount."""
 
     def quantile(self, u: Floats) -> Floats:
         return np.full_like(u, self.value)
@@ -103,6 +109,7 @@ class Exponential(Distribution):
 
     distribution: Literal["exponential"] = "exponential"
     mean: PositiveFloat
+    """Over all devices, or jobs."""
 
     def quantile(self, u: Floats) -> Floats:
         return -self.mean * np.log1p(-u)
@@ -113,7 +120,9 @@ class Uniform(Distribution):
 
     distribution: Literal["uniform"] = "uniform"
     low: NonNegativeFloat
+    """The smallest."""
     high: PositiveFloat
+    """The largest."""
 
     def quantile(self, u: Floats) -> Floats:
         return self.low + (self.high - self.low) * u
@@ -124,7 +133,9 @@ class LogUniform(Distribution):
 
     distribution: Literal["loguniform"] = "loguniform"
     low: PositiveFloat
+    """The smallest."""
     high: PositiveFloat
+    """The largest."""
 
     def quantile(self, u: Floats) -> Floats:
         found: Floats = self.low * np.exp(np.log(self.high / self.low) * u)
@@ -162,7 +173,11 @@ def amounts(
     """The amount of each of these clients, in that job (a number)."""
     if not isinstance(given, Distribution):
         return np.full(len(clients), given, dtype=np.float64)
-    by_job = given.per == "job"
-    u = draws.uniforms(seed, f"{purpose} of a job" if by_job else purpose, clients, job * by_job)
-    found = given.quantile(u)
-    return np.clip(found, given.least, given.most, out=found)
+    return given.amounts(uniforms(given.per, seed, purpose, job, clients))
+
+
+def uniforms(per: str, seed: int, purpose: str, job: int, clients: Numbers) -> Floats:
+    """What amounts are quantiles of."""
+    if per == "job":
+        return draws.uniforms(seed, f"{purpose} of a job", clients, job)
+    return draws.uniforms(seed, purpose, clients)

@@ -25,15 +25,13 @@ import numpy as np
 
 from prefed.core.draws import Floats, Numbers
 from prefed.core.errors import PrefedError, did_you_mean, shown
+from prefed.training.distributions import LARGEST, SMALLEST
 
 AMOUNTS = (
     "steps_per_second", "seconds_per_sample", "operations_per_second", "up", "down", "latency",
 )  # fmt: skip
 COLUMNS = ("client", "class", "time", "on", *AMOUNTS)
 WORDS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
-LARGEST, SMALLEST = 1e18, 1e-9
-
-Row = tuple[int | str, float, bool, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
