@@ -37,6 +37,8 @@ RULES: dict[str, dict[str, Any]] = {
 }
 MORE_RULES: dict[str, dict[str, Any]] = {
     "fedbuff-all-in-flight": {"buffer": 3, "concurrency": 6},
+    "fedbuff-take": {**FEDBUFF, "state": "take"},
+    "fedbuff-ignore": {**FEDBUFF, "state": "ignore"},
     "fedbuff-hinge": {**FEDBUFF, **HINGE},
     "fedasync-hinge": {**FEDASYNC, **HINGE},
     "fedasync-constant": {**FEDASYNC, "staleness": "constant"},
@@ -54,6 +56,15 @@ def weight_of(rule: dict[str, Any], s: int) -> float:
             a, b = rule["slope"], rule["grace"]
             return float(alpha * (1.0 if s <= b else 1 / (a * (s - b) + 1)))
     return float(alpha)
+
+
+def state_weight_of(rule: dict[str, Any], s: int) -> float:
+    match rule.get("state", "mix"):
+        case "take":
+            return 1.0
+        case "ignore":
+            return 0.0 if s else 1.0
+    return weight_of(rule, s)
 
 
 def event_loop(name: str, run: prefed.Run, rule: dict[str, Any]) -> EventLoop:
@@ -102,6 +113,7 @@ def event_loop(name: str, run: prefed.Run, rule: dict[str, Any]) -> EventLoop:
         buffer=rule["buffer"],
         concurrency=rule["concurrency"],
         weight=lambda s: weight_of(rule, s),
+        state_weight=lambda s: state_weight_of(rule, s),
         models=rule.get("mix") == "models",
         options={"beta1": 0.9, "beta2": 0.9, "tau": 1e-3},
     )

@@ -52,6 +52,10 @@ class Asynchronous(BaseModel):
     """The server adds the clients' "changes", as FedBuff does, or moves towards their "models", as
     FedAsync does: an old model also takes back a part of what came after it."""
 
+    state: Literal["mix", "take", "ignore"] = "mix"
+    """Averaged state (P, m, v, statistics) of old updates: the server's copy moves towards it by
+    the weight of the update ("mix"); or "take" it as from a new one; or "ignore" it."""
+
     def __init__(self, **options: Any) -> None:
         try:
             super().__init__(**options)
@@ -71,3 +75,9 @@ class Asynchronous(BaseModel):
             "constant": 1.0,
         }
         return self.alpha * factors[self.staleness]
+
+    def state_weight(self, staleness: int) -> float:
+        """How its averaged state counts."""
+        if self.state == "mix":
+            return self.weight(staleness)
+        return 1.0 if self.state == "take" or staleness == 0 else 0.0

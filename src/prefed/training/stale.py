@@ -3,7 +3,7 @@
 With weight(s) of the staleness s, and the server's own copies as they are now:
 
     weights             change * weight(s); with mix="models" (client's model - now) * weight(s)
-    averaged state      now + weight(s) * (client's - now): P, m, v, statistics
+    averaged state      now + weight(s) * (client's - now): P, m, v, statistics (state="mix")
     control variates    client's change, whole: now + (client's - what it began with)
     derived state       worked out from the change that the server takes, as ever
     kept state          is the client's own, whatever its age
@@ -36,7 +36,8 @@ def brought_up_to_date(
 ) -> State:
     """The values (C, ...) of clients that began with a version, as the server of now averages
     them. What the server was then is given if that `needs_beginning`."""
-    weight, is_old = rule.weight(now.round - version), now.round != version
+    age = now.round - version
+    weight, share, is_old = rule.weight(age), rule.state_weight(age), age > 0
     found = {}
     for name, sent in values.items():
         if name == "weights":
@@ -50,7 +51,7 @@ def brought_up_to_date(
                 assert began is not None
                 found[name] = sent + (now.shared[name] - began.shared[name])
         else:
-            found[name] = sent if weight == 1 else sent * weight + held(now, name) * (1 - weight)
+            found[name] = sent if share == 1 else sent * share + held(now, name) * (1 - share)
     return found
 
 

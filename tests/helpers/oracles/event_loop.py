@@ -9,8 +9,9 @@ there is no heap, no block and no mean over rows.
     weights    Xie et al. 2019, section 5.2: polynomial (1 + s)^-a; hinge 1 if s <= b, else
                1 / (a * (s - b) + 1); constant 1
 
-State that comes back: P and m are mixed as FedAsync mixes models; c of SCAFFOLD moves by 1/N of
-what each client's c_i moved by, whatever its age, so that it stays their mean.
+State that comes back: P and m are mixed as FedAsync mixes models, with a weight of their own; c of
+SCAFFOLD moves by 1/N of what each client's c_i moved by, whatever its age, so that it stays their
+mean.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,6 +58,7 @@ class EventLoop:
     buffer: int
     concurrency: int
     weight: Callable[[int], float]
+    state_weight: Callable[[int], float]
     models: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -97,12 +99,13 @@ class EventLoop:
         moved = {name: np.zeros_like(value) for name, value in self.state.items()}
         for a, s in zip(buffer, weights, strict=True):
             total += s * (a.w_end - (self.w if self.models else a.w_begin))
+            share = self.state_weight(self.version - a.version)
             for name in moved:
                 if name == "c":
                     moved[name] += a.state_end["c"] - self.c_of[a.client]
                     self.c_of[a.client] = a.state_end["c"]
                 else:
-                    moved[name] += s * (a.state_end[name] - self.state[name])
+                    moved[name] += share * (a.state_end[name] - self.state[name])
         count = len(buffer)
         self.w = self.w + total / count
         for name, by in moved.items():
