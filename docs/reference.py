@@ -25,6 +25,7 @@ from prefed.experiments.config import Config, Data
 from prefed.experiments.study import Study, Tuning, Variant
 from prefed.models import MODELS
 from prefed.rules import Rule
+from prefed.training.asynchronous import Asynchronous
 from prefed.training.availability import Windows
 from prefed.training.device_classes import DeviceClass
 from prefed.training.devices import Devices
@@ -190,6 +191,8 @@ def page() -> str:
     for kind in distributions():
         name = kind.model_fields["distribution"].default
         lines += ["", f"### distribution `{name}`", "", text_of(kind), *table(options_of(kind, {}))]
+    lines += ["", "## `[asynchronous]`", "", "See [asynchronous rounds](asynchronous.md)."]
+    lines += table(options_of(Asynchronous, {}))
     lines += ["", "## Schedules", "", "In place of a step size: a table with the key `schedule`, "]
     lines += ["or a function of the round, counted from 0, by its name."]
     for kind in SCHEDULES:

@@ -31,6 +31,7 @@ from prefed.experiments.simulate import simulate
 from prefed.experiments.stored_runs import load_runs, to_pandas
 from prefed.models import MODELS
 from prefed.rules import RULES, Field, Rule
+from prefed.training.asynchronous import Asynchronous
 from prefed.training.attackers import ATTACKS
 from prefed.training.devices import Devices
 from prefed.training.diagnostics import CollapseWarning
@@ -44,7 +45,7 @@ from prefed.training.settings import Settings
 
 __all__ = [
     "ALGORITHMS", "ATTACKS", "CODECS", "DATASETS", "ENGINES", "LOSSES", "MEANS", "METRICS",
-    "MODELS", "RULES", "SCAFFOLD", "SPLITS", "AdaAlter", "Algorithm", "Callback",
+    "MODELS", "RULES", "SCAFFOLD", "SPLITS", "AdaAlter", "Algorithm", "Asynchronous", "Callback",
     "CollapseWarning", "Devices", "Diverged", "EngineWarning", "FedAdagrad", "FedAdam", "FedAdamW",
     "FedAvg", "FedAvgM", "FedBN", "FedCM", "FedLADA", "FedLion", "FedNova", "FedPM", "FedPer",
     "FedProx", "FedRep", "FedYogi", "FederatedData", "Field", "Interrupted", "LocalAdam", "Pair",

@@ -295,6 +295,7 @@ OPTIONAL = (
     "bytes_up_weights", "bytes_up_state", "bytes_down_weights", "bytes_down_state",
     "client_accuracy_mean", "client_accuracy_worst_tenth",
     "client_loss_mean", "client_loss_worst_tenth",
+    "staleness_mean", "staleness_max",
     "seconds_virtual", "device_seconds", "wasted_device_seconds", "wasted_bytes_up",
     "wasted_bytes_down",
 )  # fmt: skip

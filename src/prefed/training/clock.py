@@ -44,6 +44,12 @@ class Jobs:
     bytes_down: int
     """Of the server's message."""
 
+    def sent_before(self, finish: Floats, end: Floats) -> Numbers:
+        """The bytes of each answer that are up at some time, if it is whole at `finish`."""
+        share = (end - (finish - self.sending)) / np.where(self.sending > 0, self.sending, 1.0)
+        share = np.where(self.sending > 0, np.clip(share, 0, 1), end >= finish)
+        return np.floor(share * self.bytes_up).astype(np.int64)
+
     def seconds(self, steps: Numbers | None = None) -> Floats:
         """From the server's message to the answer."""
         return self.there + (self.steps if steps is None else steps) * self.step + self.back
@@ -168,14 +174,12 @@ class Clock:
         lasts = float(arrival[first[-1]]) if taken.sum() == wanted else float(busy.max())
 
         spent = np.minimum(busy, lasts)
-        share = (spent - (finish - jobs.sending)) / np.where(jobs.sending > 0, jobs.sending, 1.0)
-        share = np.where(jobs.sending > 0, np.clip(share, 0, 1), spent >= finish)
-        wasted = ~taken
+        sent, wasted = jobs.sent_before(finish, spent), ~taken
         record: Record = {
             "seconds_virtual": now + lasts,
             "device_seconds": float(spent.sum()),
             "wasted_device_seconds": float(spent[wasted].sum()),
-            "wasted_bytes_up": int(np.floor(share[wasted] * jobs.bytes_up).sum()),
+            "wasted_bytes_up": int(sent[wasted].sum()),
             "wasted_bytes_down": int(wasted.sum()) * jobs.bytes_down,
         }
         partial = taken & (steps < jobs.steps)

@@ -72,11 +72,15 @@ class LocalTrainer(Trainer):
         if self.choice is None:
             self.choice = self._choose(run.server, cohort)
         if self.workers is None:
-            count = min(self.choice.workers, len(cohort))  # more would have nothing to do
+            count = min(self.choice.workers, self._at_once(cohort))  # more have nothing to do
             self.workers = Workers(self.choice.engine, count, self.task, self.data, self.settings)
             self.threads = self.choice.threads
             if count > 1:  # each has one; this is for all that is done between their updates
                 self.threads = threads_of(self.task, self.data, self.settings)
+
+    def _at_once(self, cohort: list[int]) -> int:
+        """The clients that can be trained side by side."""
+        return len(cohort)
 
     def _choose(self, server: Server, cohort: list[int]) -> Choice:
         parts = self.task, self.data, self.settings, self.algorithm

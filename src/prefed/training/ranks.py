@@ -24,6 +24,7 @@ from prefed.algorithms import Algorithm
 from prefed.core.errors import RankLost
 from prefed.data import FederatedData
 from prefed.rules import State
+from prefed.training.asynchronous_trainer import AsynchronousTrainer
 from prefed.training.engines.auto import Choice
 from prefed.training.engines.workers import Clients
 from prefed.training.local_trainer import SQUARE, LocalTrainer, spread
@@ -69,8 +70,8 @@ def make_trainer(
     algorithm: Algorithm, task: Task, data: FederatedData, settings: Settings
 ) -> LocalTrainer:
     """On all ranks of the group that this process belongs to, or else in this process."""
-    kind = RankTrainer if is_joined() else LocalTrainer
-    return kind(algorithm, task, data, settings)
+    alone = LocalTrainer if settings.asynchronous is None else AsynchronousTrainer
+    return (RankTrainer if is_joined() else alone)(algorithm, task, data, settings)
 
 
 class RankTrainer(LocalTrainer):

@@ -111,10 +111,17 @@ class Run:
             self.task.evaluation_batch * self.task.operations(data)
         )
         self.trainer = make_trainer(algorithm, self.task, self.data, settings)
+        if settings.asynchronous is not None and not self.trainer.is_asynchronous:
+            raise PrefedError(
+                "asynchronous: is for simulations in one process, not for several ranks (torchrun) "
+                "and not for Flower's nodes; leave it out, or run with --workers"
+            )
         self.clock = self._clock()
-        """Virtual time; None if there is none."""
+        """The virtual time of synchronous rounds; None if there is none."""
         self.server = Server.start(algorithm, flat.shared, flat.weights, flat.read_buffers())
         means = Means.of(settings.mean, settings.state_mean)
+        if settings.asynchronous is not None:
+            asked = settings.asynchronous.buffer or asked
         means.check(algorithm, self.server, asked, settings.weighting)
         self.config = config or identity(algorithm, self.task.flat.module, data, settings, loss)
         """What is run, as config.toml has it."""
@@ -138,7 +145,7 @@ class Run:
             self._set_goals()
 
     def _clock(self) -> Clock | None:
-        if (devices := self.settings.devices) is None:
+        if (devices := self.settings.devices) is None or self.trainer.is_asynchronous:
             return None
         if not self.trainer.simulates:
             log.warning("devices: they are of simulations; here clients are real, and so is time")
@@ -252,8 +259,10 @@ class Run:
 
         # 1. Draw the cohort, and who of it answers.
         cohort = self.draw_cohort()
-        answers = draws.answering(settings.seed, round, cohort, settings.client_dropout)
-        server, told = self.server, Record()
+        answers = cohort
+        if not self.trainer.is_asynchronous:
+            answers = draws.answering(settings.seed, round, cohort, settings.client_dropout)
+        server, told = self.server, self.trainer.told(self.server)
         if self.clock is not None:
             began, _ = self.clock.begin(round, self.seconds_virtual)
             closed = self.clock.close(server, began, cohort, answers)
@@ -289,6 +298,7 @@ class Run:
             text = "round %d: %d answers, fewer than the quorum of %d; the model stays as it was"
             log.warning(text, round + 1, count, settings.quorum)
             record["skipped"] = True
+            self.trainer.skip(self.server)
             self.server.round += 1
 
         # 4. Diagnose the preconditioner.
@@ -316,6 +326,8 @@ class Run:
 
     def draw_cohort(self) -> list[int]:
         """The clients of the next round."""
+        if self.trainer.is_asynchronous:
+            return self.trainer.arrivals(self.server)
         if self.clock is not None:
             return self.clock.begin(self.server.round, self.seconds_virtual)[1]
         size = self.settings.clients_per_round

@@ -19,6 +19,7 @@ from pydantic import (
 from prefed.core.deprecated import with_new_names
 from prefed.core.plain import plain
 from prefed.training import metrics
+from prefed.training.asynchronous import Asynchronous
 from prefed.training.attackers import AttackersOption
 from prefed.training.devices import Devices
 from prefed.training.goals import Goal, StopWhen
@@ -120,6 +121,11 @@ class Settings(BaseModel):
     of a class such as "phone". Records then have seconds_virtual. None: there is no virtual
     clock."""
 
+    asynchronous: Asynchronous | None = None
+    """The server waits for no one: it steps when a buffer of updates is full, and a round is one
+    such step. A prefed.Asynchronous or a table of its options, such as {"buffer": 10,
+    "concurrency": 100}. Needs `devices`. None: rounds are synchronous."""
+
     @model_validator(mode="before")
     @classmethod
     def _with_new_names(cls, table: Any) -> Any:
@@ -135,6 +141,15 @@ class Settings(BaseModel):
             raise ValueError("drop_last: is for local_epochs; batches of local_steps are whole")
         if self.local_epochs is not None:
             object.__setattr__(self, "batches", "epochs")
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_clock(self) -> Self:
+        if self.asynchronous is not None and self.devices is None:
+            raise ValueError(
+                "asynchronous: needs devices, which say when an update arrives; set devices, such "
+                'as devices = "phone" or devices = {steps_per_second = 100, up = 1e6, down = 4e6}'
+            )
         return self
 
     @field_validator("clients_per_round", "batch_size", "evaluate_clients", mode="before")

@@ -56,6 +56,8 @@ class Trainer(ABC):
     """Clients are simulated, so that time may be virtual."""
     engine: str = ""
     """How the run computes, known after `prepare`. A resumed run goes on with the same."""
+    is_asynchronous: bool = False
+    """It says itself whose updates make the next step of the server (`arrivals`)."""
 
     def prepare(self, run: "Run") -> None:
         """All that has to be ready before the first round of this process."""
@@ -64,8 +66,19 @@ class Trainer(ABC):
     def train(self, server: Server, clients: list[int]) -> Arrived:
         """K local steps on each of these clients. Nothing of the run is changed yet."""
 
+    def arrivals(self, server: Server) -> list[int]:
+        """The clients whose updates make the next step of the server, if it is asynchronous."""
+        raise PrefedError("this trainer is not asynchronous")
+
+    def told(self, server: Server) -> Record:
+        """For the record of the round: what is known before its clients are trained."""
+        return {}
+
     def keep(self, server: Server, arrived: Arrived) -> None:
         """The round counts: what its clients keep is theirs from now on."""
+
+    def skip(self, server: Server) -> None:
+        """The round does not count, and is over."""
 
     def client_state(self, server: Server, client: int) -> tuple[Tensor, Tensor]:
         """All weights and statistics of a client, as it would be evaluated."""

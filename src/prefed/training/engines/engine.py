@@ -60,11 +60,31 @@ def train_block(
     honest: Moments | None = None,
 ) -> Update:
     """A block of clients, from the broadcast to what the server averages."""
+    lies = attackers, honest
+    update = receive_block(algorithm, server, kept, seed, engine, clients, *lies)
+    return as_averaged(algorithm, update)
+
+
+def receive_block(
+    algorithm: Algorithm,
+    server: Server,
+    kept: Kept,
+    seed: int,
+    engine: Engine,
+    clients: Sequence[int],
+    attackers: Attackers | None = None,
+    honest: Moments | None = None,
+) -> Update:
+    """A block of clients, from the broadcast to what the server has received."""
     update = engine.update(algorithm, server, clients, kept)  # local steps
     if attackers is not None:
         update = attackers.send(algorithm, server, update, clients, honest)
     message, stays = upload(algorithm, server, update, clients, kept, seed)  # encoded
     values = receive(algorithm, server, message)  # decoded, on the server
-    steps = torch.tensor(update.steps, dtype=torch.float64, device=server.weights.device)
-    values = to_mean(algorithm, values, steps.unsqueeze(1))
     return replace(update, values=values, kept=stays)
+
+
+def as_averaged(algorithm: Algorithm, update: Update) -> Update:
+    """What the server averages of what it has received."""
+    steps = torch.tensor(update.steps, dtype=torch.float64, device=update.losses.device)
+    return replace(update, values=to_mean(algorithm, update.values, steps.unsqueeze(1)))
