@@ -30,16 +30,17 @@ from prefed.training.diagnostics import CollapseWarning
 from prefed.training.engines import ENGINES, EngineWarning
 from prefed.training.metrics import METRICS
 from prefed.training.observers import Callback
+from prefed.training.privacy import AdaptiveClip, Privacy
 from prefed.training.result import Result
 from prefed.training.run import Run, Simulation
 from prefed.training.settings import Settings
 
 __all__ = [
     "ALGORITHMS", "CODECS", "DATASETS", "ENGINES", "LOSSES", "METRICS", "MODELS", "RULES",
-    "SCAFFOLD", "SPLITS", "AdaAlter", "Algorithm", "Callback", "CollapseWarning", "Diverged",
-    "EngineWarning", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedBN", "FedNova", "FedPer",
-    "FedProx", "FedRep", "FedYogi", "FederatedData", "Field", "Interrupted", "LocalAdam", "Pair",
-    "Partition", "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync", "PrefedError", "Rate", "Result",
-    "Rule", "Run", "Settings", "Simulation", "average", "derived", "keep", "load", "load_runs",
-    "optim", "reset", "schedule", "simulate", "to_pandas",
+    "SCAFFOLD", "SPLITS", "AdaAlter", "AdaptiveClip", "Algorithm", "Callback", "CollapseWarning",
+    "Diverged", "EngineWarning", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedBN", "FedNova",
+    "FedPer", "FedProx", "FedRep", "FedYogi", "FederatedData", "Field", "Interrupted", "LocalAdam",
+    "Pair", "Partition", "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync", "PrefedError",
+    "Privacy", "Rate", "Result", "Rule", "Run", "Settings", "Simulation", "average", "derived",
+    "keep", "load", "load_runs", "optim", "reset", "schedule", "simulate", "to_pandas",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ from prefed.rules import SGD, Fraction, Rule, State
 
 ALGORITHMS: "Registry[type[Algorithm]]" = Registry("algorithm", "prefed.algorithms")
 
-LATER = ("decoupled_weight_decay", "align", "align_form")
+LATER = ("decoupled_weight_decay", "align", "align_form", "P")
 
 
 class Algorithm(BaseModel):
@@ -89,7 +89,8 @@ class Algorithm(BaseModel):
         it was before."""
         table: dict[str, Any] = write(self)
         fields = type(self).model_fields
-        unused = {name for name in LATER if getattr(self, name) == fields[name].default}
+        known = [name for name in LATER if name in fields]
+        unused = {name for name in known if getattr(self, name) == fields[name].default}
         return {name: value for name, value in table.items() if name not in unused}
 
     def client_rule(self) -> Rule:

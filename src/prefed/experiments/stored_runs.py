@@ -91,8 +91,10 @@ class StoredRun:
 
 
 def _diverged(last: Record) -> bool:
-    """Whether a run with this last record diverged; a skipped round has no loss either."""
-    return "diverged" in last or (last.get("train_loss") is None and not last.get("skipped"))
+    """Whether a run with this last record diverged; a skipped round has no loss either, nor has
+    one of a private run."""
+    may_have_none = last.get("skipped") or "epsilon" in last
+    return "diverged" in last or (last.get("train_loss") is None and not may_have_none)
 
 
 def load_run(folder: Path, with_records: bool = True) -> StoredRun:

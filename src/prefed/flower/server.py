@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from flwr.app import (
@@ -66,6 +66,7 @@ PARTITIONS_FOUND = "partitions have a node"
 class FlowerTrainer(Trainer):
     """Clients that live on Flower's nodes. What they keep stays there."""
 
+    deployed: ClassVar[bool] = True  # type: ignore[misc]
     algorithm: Algorithm
     task: Task
     data: FederatedData
@@ -112,6 +113,7 @@ class FlowerTrainer(Trainer):
 
     def keep(self, server: Server, arrived: Arrived) -> None:
         self.after[self.admitted] = server.round
+        self.admitted = []
 
     def train(self, server: Server, clients: list[int]) -> Arrived:
         options = self.options
@@ -120,7 +122,8 @@ class FlowerTrainer(Trainer):
         admission = Admission(
             specs, server.round, clients, samples=samples, norm_cap=options.norm_cap
         )
-        arrivals = Arrivals(admission, clients, self.settings.weight, self._averaged)
+        averaged = partial(self._averaged, server)
+        arrivals = Arrivals(admission, clients, self.settings.weight, averaged)
         broadcast = pack(server.broadcast(self.algorithm))
         needed = max(1, math.ceil(options.min_fraction * len(clients)))
         for attempt in range(1 + options.retries):
@@ -144,10 +147,11 @@ class FlowerTrainer(Trainer):
             + "\n".join(arrivals.reasons())
         )
 
-    def _averaged(self, update: UntrustedUpdate) -> State:
+    def _averaged(self, server: Server, update: UntrustedUpdate) -> State:
         """Its number of samples has been checked, and the steps follow from it."""
         steps = torch.tensor([self.settings.steps(update.samples)], dtype=torch.float64)
-        return to_mean(self.algorithm, dict(update.values), steps)
+        values = to_mean(self.algorithm, dict(update.values), steps)
+        return values if self.mechanism is None else self.mechanism.contribution(server, values)
 
     def _arrived(self, server: Server, arrivals: Arrivals) -> Arrived:
         values, loss = arrivals.mean.result()

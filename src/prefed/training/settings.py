@@ -20,6 +20,7 @@ from prefed.core.deprecated import with_new_names
 from prefed.core.plain import plain
 from prefed.training import metrics
 from prefed.training.goals import Goal, StopWhen
+from prefed.training.privacy import Privacy
 
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weighting = Annotated[
@@ -101,6 +102,8 @@ class Settings(BaseModel):
     """The number of clients that must answer; with fewer, a round leaves the model as it was."""
     on_divergence: Literal["stop", "continue"] = "stop"
     """When an update is not finite: "stop" the run, or "continue" without its client."""
+    privacy: Privacy | None = None
+    """Differential privacy for clients: a table, in Python prefed.Privacy(...)."""
 
     @model_validator(mode="before")
     @classmethod

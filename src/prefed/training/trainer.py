@@ -21,6 +21,7 @@ from prefed.training.round import Server
 
 if TYPE_CHECKING:
     from prefed.training.client_evaluation import ClientEvaluation, Score
+    from prefed.training.mechanism import Mechanism
     from prefed.training.run import Run
 
 Record = dict[str, Any]
@@ -54,6 +55,10 @@ class Trainer(ABC):
     """Torch's threads for each operation of a round; None leaves them as they are."""
     engine: str = ""
     """How the run computes, known after `prepare`. A resumed run goes on with the same."""
+    mechanism: "Mechanism | None" = None
+    """Of a private run: what clips each client's contribution before it is added up."""
+    deployed: bool = False
+    """Clients are other people's machines, so that noise must come from the system."""
 
     def prepare(self, run: "Run") -> None:
         """All that has to be ready before the first round of this process."""

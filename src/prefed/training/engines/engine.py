@@ -10,6 +10,7 @@ from prefed.algorithms import Algorithm
 from prefed.core.errors import PrefedError, did_you_mean
 from prefed.core.registry import Registry
 from prefed.data import FederatedData
+from prefed.training.mechanism import Mechanism
 from prefed.training.messages import receive, to_mean, upload
 from prefed.training.round import Kept, Server, Update
 from prefed.training.settings import Settings
@@ -55,11 +56,17 @@ def train_block(
     seed: int,
     engine: Engine,
     clients: Sequence[int],
+    mechanism: Mechanism | None = None,
 ) -> Update:
     """A block of clients, from the broadcast to what the server averages."""
     update = engine.update(algorithm, server, clients, kept)  # local steps
+    if mechanism is not None:
+        update = mechanism.on_clients(server, update, clients)  # if they trust nobody
     message, stays = upload(algorithm, server, update, clients, kept, seed)  # encoded
     values = receive(algorithm, server, message)  # decoded, on the server
     steps = torch.tensor(update.steps, dtype=torch.float64, device=server.weights.device)
     values = to_mean(algorithm, values, steps.unsqueeze(1))
+    if mechanism is not None:  # clipped, once it is decoded; losses have no noise, so nobody's is
+        values, losses = mechanism.contributions(server, values), torch.zeros_like(update.losses)
+        update = replace(update, losses=losses)
     return replace(update, values=values, kept=stays)
