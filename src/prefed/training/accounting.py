@@ -75,7 +75,7 @@ class Accountant:
                     self.delta,
                     library.LowerEndpointAndGuess(0.05, 1.0),
                 )
-            except (ValueError, RuntimeError) as error:
+            except (ValueError, RuntimeError, library.NoBracketIntervalFoundError) as error:
                 raise PrefedError(
                     f"privacy.epsilon: no noise was found for epsilon = {epsilon:g} over {rounds} "
                     f"rounds ({str(error).partition(chr(10))[0]}); give noise_multiplier"
