@@ -65,22 +65,7 @@ class Accountant:
 
     def noise_for(self, epsilon: float, rounds: int) -> float:
         """The least noise multiplier with which so many rounds stay within epsilon."""
-        library = _library()
-        with _quiet():
-            try:
-                found = library.calibrate_dp_mechanism(
-                    self.fresh,
-                    lambda noise: library.SelfComposedDpEvent(self.event(noise), rounds),
-                    epsilon,
-                    self.delta,
-                    library.LowerEndpointAndGuess(0.05, 1.0),
-                )
-            except (ValueError, RuntimeError, library.NoBracketIntervalFoundError) as error:
-                raise PrefedError(
-                    f"privacy.epsilon: no noise was found for epsilon = {epsilon:g} over {rounds} "
-                    f"rounds ({str(error).partition(chr(10))[0]}); give noise_multiplier"
-                ) from None
-        return float(found)
+        return _noise_for(self, epsilon, rounds)
 
     def fresh(self) -> Any:
         """An accountant of the library's that has counted nothing."""
@@ -118,6 +103,28 @@ def _rdp(accountant: Accountant, noise: float) -> tuple[Any, Any]:
 def _pld_epsilon(accountant: Accountant, noise: float, rounds: int) -> float:
     counted = accountant.fresh().compose(accountant.event(noise), rounds)
     return float(counted.get_epsilon(accountant.delta))
+
+
+@lru_cache(maxsize=64)
+def _noise_for(accountant: Accountant, epsilon: float, rounds: int) -> float:
+    library = _library()
+    from dp_accounting.mechanism_calibration import NoBracketIntervalFoundError as NoneFound
+
+    def event(noise: float) -> Any:
+        return library.SelfComposedDpEvent(accountant.event(noise), rounds)
+
+    start = library.LowerEndpointAndGuess(0.05, 1.0)
+    with _quiet():
+        try:
+            found = library.calibrate_dp_mechanism(
+                accountant.fresh, event, epsilon, accountant.delta, start
+            )
+        except (ValueError, RuntimeError, NoneFound) as error:
+            raise PrefedError(
+                f"privacy.epsilon: no noise was found for epsilon = {epsilon:g} over {rounds} "
+                f"rounds ({str(error).partition(chr(10))[0]}); give noise_multiplier"
+            ) from None
+    return float(found)
 
 
 def _library() -> Any:
