@@ -26,6 +26,7 @@ from prefed.experiments.study import Study, Tuning, Variant
 from prefed.models import MODELS
 from prefed.rules import Rule
 from prefed.training.engines import ENGINES
+from prefed.training.privacy import AdaptiveClip, Privacy
 
 GIVEN = {*GIVEN_TO_SPLITS, "inputs", "classes", "task", "data", "settings", "output", "y",
          "outputs", "targets"}  # fmt: skip
@@ -158,6 +159,9 @@ def page() -> str:
     lines = ["## Settings", "", "At the top of a config; `prefed.simulate` takes the same.", ""]
     parts = ("algorithm", "data", "model")
     lines += table([option for option in options_of(Config, {}) if option.name not in parts])
+    lines += ["", "## `[privacy]`", "", text_of(Privacy), *table(options_of(Privacy, {}))]
+    lines += ["", "### `[privacy.clip]`", "", text_of(AdaptiveClip)]
+    lines += table(options_of(AdaptiveClip, {}))
     lines += ["", "## `[algorithm]`", "", "A `name`, and its options. These all algorithms have:"]
     lines += table(options_of(Algorithm, {}))
     for name in ALGORITHMS.names():

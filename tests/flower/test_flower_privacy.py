@@ -107,7 +107,7 @@ def test_a_deployment_has_a_ledger_and_ends_by_its_budget(tmp_path: Path) -> Non
 def test_clients_that_trust_nobody_noise_what_leaves_them(tmp_path: Path) -> None:
     """What a node sends is noise, and says nothing of its loss."""
     sent: list[np.ndarray[Any, Any]] = []
-    losses = []
+    losses: list[Any] = []
 
     def look(node: int, message: Message, reply: Message) -> Message:
         for key, record in reply.content.array_records.items():

@@ -125,7 +125,7 @@ def test_the_count_of_an_adaptive_clip_is_paid_for() -> None:
     noise multiplier does (Andrew et al. 2021, theorem 1)."""
     from tests.training.test_privacy import make, mechanism
 
-    privacy = prefed.Privacy(noise_multiplier=1.3, clip={"count_noise": 0.9})  # type: ignore[arg-type]
+    privacy = prefed.Privacy(noise_multiplier=1.3, clip={"count_noise": 0.9})
     mine = mechanism(make(prefed.FedAvg(), privacy))
     count = mine.count_noise / 0.5  # a client moves it by a half at most
     both = dp.ComposedDpEvent([dp.GaussianDpEvent(mine.noise), dp.GaussianDpEvent(count)])

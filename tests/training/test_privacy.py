@@ -30,7 +30,12 @@ LAYER = 39
 def make(
     algorithm: prefed.Algorithm, privacy: Any, dtype: torch.dtype = torch.float64, **options: Any
 ) -> prefed.Run:
-    given = {"rounds": ROUNDS, "local_steps": STEPS, "batch_size": None, "seed": SEED}
+    given: dict[str, Any] = {
+        "rounds": ROUNDS,
+        "local_steps": STEPS,
+        "batch_size": None,
+        "seed": SEED,
+    }
     given |= {"device": "cpu", "engine": "sequential", "privacy": privacy}
     return prefed.Run(
         algorithm,

@@ -22,6 +22,7 @@ def headings(best: "Group", target: float) -> list[str]:
         f"{measure.heading(split)}\n[95 % interval]",
         "p vs\nbest",
         *(["worst 10 %\n/ std"] if best.fair else []),
+        *(["epsilon"] if best.private else []),
         *(to_target if measure is ACCURACY else []),
         "MB\nup",
         "MB\ndown",
@@ -41,6 +42,8 @@ class Group:
     """What the groups of a ranking are compared by."""
     fair: bool = False
     """Whether a ranking has a column for FAIRNESS."""
+    private: bool = False
+    """Whether a ranking has a column for the privacy that runs have spent."""
 
     @property
     def split(self) -> str:
@@ -101,6 +104,7 @@ class Group:
             value,
             "" if self.p_value is None else f"{self.p_value:.2g}",
             *([self._fairness()] if self.fair else []),
+            *([self._epsilon()] if self.private else []),
             *([rounds, sent] if self.measure is ACCURACY else []),
             megabytes(self.mean_total("bytes_up")),
             megabytes(self.mean_total("bytes_down")),
@@ -112,6 +116,11 @@ class Group:
         found = [[v for run in ended if (v := run.final(key)) is not None] for key in FAIRNESS]
         return "/".join(f"{100 * fmean(values):.1f}" for values in found if values) or "-"
 
+    def _epsilon(self) -> str:
+        """The most that any of the runs has spent; nothing hides those that are not private."""
+        found = [run.epsilon for run in self.runs]
+        return "-" if None in found else f"{max(e for e in found if e is not None):.4g}"
+
 
 def group(runs: Sequence[StoredRun]) -> list[Group]:
     """Those on the test set, then those on a validation split; of each the best first."""
@@ -122,8 +131,10 @@ def group(runs: Sequence[StoredRun]) -> list[Group]:
     labels = _labels([_without_seed(runs[0].config) for runs in members])
     by = measure(runs)
     fair = any(FAIRNESS[0] in record for run in runs for record in run.history[-1:])
+    private = any(run.epsilon is not None for run in runs)
     groups = [
-        Group(label, own, measure=by, fair=fair) for label, own in zip(labels, members, strict=True)
+        Group(label, own, measure=by, fair=fair, private=private)
+        for label, own in zip(labels, members, strict=True)
     ]
     groups.sort(key=lambda g: (g.split == "test", g.merit()), reverse=True)
     best: dict[str, Group] = {}

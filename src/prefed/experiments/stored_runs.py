@@ -76,6 +76,12 @@ class StoredRun:
         """Why it ended before its last round; empty if it did not."""
         return str(self.history[-1].get("ended", "")) if self.history else ""
 
+    @property
+    def epsilon(self) -> float | None:
+        """What a private run has spent so far, as its records say; None of one that is not."""
+        spent = [r["epsilon"] for r in self.history if r.get("epsilon") is not None]
+        return max(spent, default=None)
+
     def final(self, key: str) -> float | None:
         """The value of `key` in the last round of a finished run, otherwise None."""
         return self.history[-1].get(key) if self.status == "finished" else None

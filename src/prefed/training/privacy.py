@@ -141,7 +141,3 @@ class Privacy(_Value):
         if isinstance(self.state_share, dict):
             return dict(self.state_share)
         return {name: self.state_share / len(self.state_clip) for name in self.state_clip}
-
-    def to_dict(self) -> dict[str, Any]:
-        """What differs from the defaults: enough to make it again."""
-        return self.model_dump(exclude_defaults=True)
