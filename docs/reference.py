@@ -31,6 +31,7 @@ from prefed.training.device_classes import DeviceClass
 from prefed.training.devices import Devices
 from prefed.training.distributions import Distribution
 from prefed.training.engines import ENGINES
+from prefed.training.privacy import AdaptiveClip, Privacy
 
 GIVEN = {*GIVEN_TO_SPLITS, "inputs", "classes", "task", "data", "settings", "output", "y",
          "outputs", "targets"}  # fmt: skip
@@ -167,6 +168,9 @@ def page() -> str:
     lines = ["## Settings", "", "At the top of a config; `prefed.simulate` takes the same.", ""]
     parts = ("algorithm", "data", "model")
     lines += table([option for option in options_of(Config, {}) if option.name not in parts])
+    lines += ["", "## `[privacy]`", "", text_of(Privacy), *table(options_of(Privacy, {}))]
+    lines += ["", "### `[privacy.clip]`", "", text_of(AdaptiveClip)]
+    lines += table(options_of(AdaptiveClip, {}))
     lines += ["", "## `[algorithm]`", "", "A `name`, and its options. These all algorithms have:"]
     lines += table(options_of(Algorithm, {}))
     for name in ALGORITHMS.names():

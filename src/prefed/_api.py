@@ -39,17 +39,19 @@ from prefed.training.engines import ENGINES, EngineWarning
 from prefed.training.means import MEANS
 from prefed.training.metrics import METRICS
 from prefed.training.observers import Callback
+from prefed.training.privacy import AdaptiveClip, Privacy
 from prefed.training.result import Result
 from prefed.training.run import Run, Simulation
 from prefed.training.settings import Settings
 
 __all__ = [
     "ALGORITHMS", "ATTACKS", "CODECS", "DATASETS", "ENGINES", "LOSSES", "MEANS", "METRICS",
-    "MODELS", "RULES", "SCAFFOLD", "SPLITS", "AdaAlter", "Algorithm", "Asynchronous", "Callback",
-    "CollapseWarning", "Devices", "Diverged", "EngineWarning", "FedAdagrad", "FedAdam", "FedAdamW",
-    "FedAvg", "FedAvgM", "FedBN", "FedCM", "FedLADA", "FedLion", "FedNova", "FedPM", "FedPer",
-    "FedProx", "FedRep", "FedYogi", "FederatedData", "Field", "Interrupted", "LocalAdam", "Pair",
-    "Partition", "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync", "PrefedError", "Rate",
-    "Result", "Rule", "Run", "Settings", "Simulation", "average", "derived", "keep", "load",
-    "load_runs", "optim", "reset", "schedule", "simulate", "to_pandas",
+    "MODELS", "RULES", "SCAFFOLD", "SPLITS", "AdaAlter", "AdaptiveClip", "Algorithm",
+    "Asynchronous", "Callback", "CollapseWarning", "Devices", "Diverged", "EngineWarning",
+    "FedAdagrad", "FedAdam", "FedAdamW", "FedAvg", "FedAvgM", "FedBN", "FedCM", "FedLADA",
+    "FedLion", "FedNova", "FedPM", "FedPer", "FedProx", "FedRep", "FedYogi", "FederatedData",
+    "Field", "Interrupted", "LocalAdam", "Pair", "Partition", "PreFed", "PreFedLite", "PreFedOpt",
+    "PreFedSync", "PrefedError", "Privacy", "Rate", "Result", "Rule", "Run", "Settings",
+    "Simulation", "average", "derived", "keep", "load", "load_runs", "optim", "reset", "schedule",
+    "simulate", "to_pandas",
 ]  # fmt: skip

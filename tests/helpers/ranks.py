@@ -46,8 +46,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "fedadam": {"engine": "sequential", "clients_per_round": 5, "client_dropout": 0.4, "quorum": 2},
     "fedyogi": {"engine": "vectorised", "clients_per_round": 4, "devices": LATE},
 }  # fmt: skip
+PRIVATE = {"noise_multiplier": 1.0, "clip": {"quantile": 0.4}, "state_clip": {"m": 0.1, "P": 0.1}}
+RUNS["prefed+private"] = {"engine": "vectorised", "clients_per_round": 2, "privacy": PRIVATE}
 MORE: dict[str, dict[str, Any]] = {
     "": {},
+    "private": {},
     "norm": {"statistics": "keep", "momentum": "keep"},
     "mean": {"statistics": "average"},
     "both": {"client": "adam", "server": {"name": "sgd", "momentum": 0.9, "nesterov": True},
@@ -80,7 +83,8 @@ def weights() -> dict[str, torch.Tensor]:
         results[name + more] = simulation.server.weights
         results[f"{name + more}.buffers"] = simulation.server.buffers
         results |= {f"{name + more}.{n}": v for n, v in simulation.trainer.state().items()}
-        results[f"{name + more}.loss"] = torch.tensor(record["train_loss"], dtype=torch.float64)
+        number = record.get("epsilon", record["train_loss"])
+        results[f"{name + more}.loss"] = torch.tensor(number, dtype=torch.float64)
     early = prefed.Settings(
         rounds=40, local_steps=3, batch_size=4, device="cpu", keep="best", stop_when={"patience": 3}
     )  # the first rank alone knows the accuracy

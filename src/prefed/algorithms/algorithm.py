@@ -23,7 +23,7 @@ from prefed.rules.grouped import Groups
 
 ALGORITHMS: "Registry[type[Algorithm]]" = Registry("algorithm", "prefed.algorithms")
 
-LATER = ("decoupled_weight_decay", "align", "align_form", "groups", "tau_relative")
+LATER = ("decoupled_weight_decay", "align", "align_form", "groups", "tau_relative", "P")
 
 
 class Algorithm(BaseModel):

@@ -41,12 +41,16 @@ def runs(folders: Folders) -> None:
     figures = [
         heading for m in shown for heading in (f"{splits}\n{m.name}{m.unit}", f"best\n{m.unit}")
     ]
+    private = any(run.epsilon is not None for run in found)
+    figures += ["epsilon"] if private else []
     rows = []
     for run in found:
         cells = []
         for m in shown:
             values = m.of(run)
             cells += [m.text(values[-1]), m.text(m.best(values))] if values else ["-", "-"]
+        if private:
+            cells.append("-" if run.epsilon is None else f"{run.epsilon:.4g}")
         progress = f"{len(run.history)}/{run.config['rounds']}"
         up = megabytes(run.total("bytes_up"))
         status = "ended early" if run.ended else run.status

@@ -98,6 +98,8 @@ def describe(record: dict[str, Any]) -> str:
     loss, accuracy, test = (record[k] for k in ("train_loss", "test_accuracy", "test_loss"))
     if record.get("skipped"):
         text = "too few answers"
+    elif (epsilon := record.get("epsilon")) is not None:  # its loss is nobody's business
+        text = f"epsilon {epsilon:.4g}"
     else:
         text = f"loss {loss:.4f}" if loss is not None else "loss not finite"
     if accuracy is not None:

@@ -24,6 +24,7 @@ def headings(best: "Group", target: float) -> list[str]:
         f"{measure.heading(split)}\n[95 % interval]",
         "p vs\nbest",
         *(["worst 10 %\n/ std"] if best.fair else []),
+        *(["epsilon"] if best.private else []),
         *(to_target if measure is ACCURACY else []),
         "MB\nup",
         "MB\ndown",
@@ -46,6 +47,8 @@ class Group:
     """Whether a ranking has a column for FAIRNESS."""
     timed: bool = False
     """Whether a ranking has columns of virtual time."""
+    private: bool = False
+    """Whether a ranking has a column for the privacy that runs have spent."""
 
     @property
     def split(self) -> str:
@@ -125,6 +128,7 @@ class Group:
             value,
             "" if self.p_value is None else f"{self.p_value:.2g}",
             *([self._fairness()] if self.fair else []),
+            *([self._epsilon()] if self.private else []),
             *([rounds, sent, *virtual] if self.measure is ACCURACY else []),
             megabytes(self.mean_total("bytes_up")),
             megabytes(self.mean_total("bytes_down")),
@@ -137,6 +141,11 @@ class Group:
         found = [[v for run in ended if (v := run.final(key)) is not None] for key in FAIRNESS]
         return "/".join(f"{100 * fmean(values):.1f}" for values in found if values) or "-"
 
+    def _epsilon(self) -> str:
+        """The most that any of the runs has spent; nothing hides those that are not private."""
+        found = [run.epsilon for run in self.runs]
+        return "-" if None in found else f"{max(e for e in found if e is not None):.4g}"
+
 
 def group(runs: Sequence[StoredRun]) -> list[Group]:
     """Those on the test set, then those on a validation split; of each the best first."""
@@ -148,8 +157,9 @@ def group(runs: Sequence[StoredRun]) -> list[Group]:
     by = measure(runs)
     fair = any(FAIRNESS[0] in record for run in runs for record in run.history[-1:])
     timed = any(run.timed for run in runs)
+    private = any(run.epsilon is not None for run in runs)
     groups = [
-        Group(label, own, measure=by, fair=fair, timed=timed)
+        Group(label, own, measure=by, fair=fair, timed=timed, private=private)
         for label, own in zip(labels, members, strict=True)
     ]
     groups.sort(key=lambda g: (g.split == "test", g.merit()), reverse=True)

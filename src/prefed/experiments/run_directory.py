@@ -6,6 +6,7 @@ rounds.jsonl         a line per round, appended
 checkpoints/         the two newest (checkpoints.py)
 model.safetensors    the final weights under the model's own names
 best.safetensors     those of the best round so far, if it is to be kept
+privacy.jsonl        what a private run has released, a line before each release
 """
 
 import hashlib
@@ -31,6 +32,7 @@ from prefed.core.errors import CannotWrite, PrefedError
 from prefed.core.safe_files import lock, remove_leftovers, to_json, write_whole
 from prefed.experiments import checkpoints
 from prefed.experiments.config import Config, read_toml
+from prefed.training import ledger
 from prefed.training.observers import Callback
 from prefed.training.ranks import make_trainer, speaks
 from prefed.training.result import Result, write_model
@@ -71,6 +73,8 @@ def execute(
         run = what.make_run(make_trainer) if isinstance(what, Config) else what
         for directory in directories:
             directory.restore(run)
+            if run.mechanism is not None:
+                run.mechanism.ledger.open(directory.folder / ledger.FILE)
         others = callbacks if speaks() else ()
         told = table if isinstance(what, Config) else None
         return run.run([*directories, *others, StopIfAsked(stop)], told)
@@ -291,7 +295,7 @@ NUMBERS = ("round", "bytes_up", "bytes_down", "seconds")
 """What every record has."""
 OPTIONAL = (
     "train_loss", "test_loss", "test_accuracy", "adaptive_share", "median_step",
-    "client_lr", "server_lr", "update_norm", "drift",
+    "client_lr", "server_lr", "update_norm", "drift", "epsilon", "clip",
     "bytes_up_weights", "bytes_up_state", "bytes_down_weights", "bytes_down_state",
     "client_accuracy_mean", "client_accuracy_worst_tenth",
     "client_loss_mean", "client_loss_worst_tenth",

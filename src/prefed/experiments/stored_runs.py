@@ -76,6 +76,12 @@ class StoredRun:
         """Why it ended before its last round; empty if it did not."""
         return str(self.history[-1].get("ended", "")) if self.history else ""
 
+    @property
+    def epsilon(self) -> float | None:
+        """What a private run has spent so far, as its records say; None of one that is not."""
+        spent = [r["epsilon"] for r in self.history if r.get("epsilon") is not None]
+        return max(spent, default=None)
+
     def final(self, key: str) -> float | None:
         """The value of `key` in the last round of a finished run, otherwise None."""
         return self.history[-1].get(key) if self.status == "finished" else None
@@ -98,8 +104,10 @@ class StoredRun:
 
 
 def _diverged(last: Record) -> bool:
-    """Whether a run with this last record diverged; a skipped round has no loss either."""
-    return "diverged" in last or (last.get("train_loss") is None and not last.get("skipped"))
+    """Whether a run with this last record diverged; a skipped round has no loss either, nor has
+    one of a private run."""
+    may_have_none = last.get("skipped") or "epsilon" in last
+    return "diverged" in last or (last.get("train_loss") is None and not may_have_none)
 
 
 def load_run(folder: Path, with_records: bool = True) -> StoredRun:

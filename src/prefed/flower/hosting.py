@@ -50,6 +50,9 @@ class Host:
             update = engine.update(algorithm, server, [client], kept)
             if run.attackers is not None:
                 update = run.attackers.send(algorithm, server, update, [client])
+            if run.mechanism is not None:  # if this client trusts nobody, the noise is its own
+                run.mechanism.secret = True
+                update = run.mechanism.on_clients(server, update, [client])
             message, stays = upload(algorithm, server, update, [client], kept, run.settings.seed)
             if self.keeps:
                 self.store.write(client, self.ask.round, {n: v[0] for n, v in stays.items()})

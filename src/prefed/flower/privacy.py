@@ -1,4 +1,5 @@
-"""Central differential privacy for algorithms whose adaptive state is on the server.
+"""Central differential privacy in drop-in strategies, for those who count with Flower's accountant;
+prefed.Privacy is for all algorithms, and both clip and draw with the same code.
 
 Flower's wrappers add the noise to what a strategy returns, which for an adaptive one is the model
 after the server's step: the noise no longer fits the step's scale, and P has been built from what
@@ -6,14 +7,13 @@ was never noised. Here the mean change is noised first, and all that the server 
 included, is post-processing: the guarantee is that of the noised mean.
 """
 
-import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from prefed.core.errors import PrefedError
+from prefed.training.mechanism import clipped, normal
 
 if TYPE_CHECKING:
     from flwr.supercore.privacy_accounting import GaussianPrivacyEvent, PrivacyAccountant
@@ -33,7 +33,7 @@ class CentralDP:
     accountant: "PrivacyAccountant | None" = None
     seed: int | None = None
     """For tests: noise that can be foretold protects nobody."""
-    _generator: torch.Generator = field(init=False, repr=False)
+    _releases: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.noise_multiplier > 0:
@@ -48,17 +48,14 @@ class CentralDP:
                     f"accountant: the noise is that of add-or-remove-one without amplification "
                     f"by sampling, not of {relation} with {sampling}"
                 )
-        seed = secrets.randbits(63) if self.seed is None else self.seed
-        self._generator = torch.Generator().manual_seed(seed)
 
     def clip(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        change = values["weights"]
-        norm = float(torch.linalg.vector_norm(change.double()))
-        return values | {"weights": change * min(1.0, self.clip_norm / max(norm, 1e-300))}
+        return values | {"weights": clipped(values["weights"].unsqueeze(0), self.clip_norm)[0]}
 
     def noise(self, mean: Tensor, answered: int, asked: int) -> Tensor:
         """The mean over those who answered as the noised sum over those asked."""
-        draw = torch.randn(mean.shape, generator=self._generator, dtype=torch.float64)
+        draw = normal(self.seed, "weights", self._releases, mean)
+        self._releases += 1
         deviation = self.noise_multiplier * self.clip_norm / asked
         return (mean.double() * (answered / asked) + deviation * draw).to(mean.dtype)
 

@@ -125,6 +125,7 @@ class FlowerTrainer(Trainer):
 
     def keep(self, server: Server, arrived: Arrived) -> None:
         self.after[self.admitted] = server.round
+        self.admitted = []
 
     def train(self, server: Server, clients: list[int]) -> Arrived:
         options = self.options
@@ -134,7 +135,8 @@ class FlowerTrainer(Trainer):
             specs, server.round, clients, samples=samples, norm_cap=options.norm_cap
         )
         mean = self.means.collect(self.algorithm, server, len(clients), self.settings.seed)
-        arrivals = Arrivals(admission, clients, self.settings.weight, self._averaged, mean)
+        averaged = partial(self._averaged, server)
+        arrivals = Arrivals(admission, clients, self.settings.weight, averaged, mean)
         broadcast = pack(server.broadcast(self.algorithm))
         needed = max(1, math.ceil(options.min_fraction * len(clients)))
         for attempt in range(1 + options.retries):
@@ -158,10 +160,11 @@ class FlowerTrainer(Trainer):
             + "\n".join(arrivals.reasons())
         )
 
-    def _averaged(self, update: UntrustedUpdate) -> State:
+    def _averaged(self, server: Server, update: UntrustedUpdate) -> State:
         """Its number of samples has been checked, and the steps follow from it."""
         steps = torch.tensor([self.settings.steps(update.samples)], dtype=torch.float64)
-        return to_mean(self.algorithm, dict(update.values), steps)
+        values = to_mean(self.algorithm, dict(update.values), steps)
+        return values if self.mechanism is None else self.mechanism.contribution(server, values)
 
     def _arrived(self, server: Server, arrivals: Arrivals) -> Arrived:
         values, loss = arrivals.mean.result()

@@ -45,7 +45,10 @@ from prefed.flower.wire import pack, unpack
 from prefed.rules import SGD, State
 from prefed.training.admission import LARGEST_COUNT, Admission, Refused, UntrustedUpdate, expected
 from prefed.training.means.choice import Means
-from prefed.training.messages import mean_steps, to_mean
+from prefed.training.mechanism import Mechanism
+from prefed.training.messages import depends_on_steps, mean_steps, to_mean
+from prefed.training.privacy import Privacy
+from prefed.training.private_runs import check_private
 from prefed.training.round import LOCAL_STEPS, Server, check_sharing, server_update
 
 FAR = 100
@@ -80,7 +83,7 @@ class Strategy(FlowerStrategy):
     join_seconds         how long to wait for min_available_nodes
     norm_cap             the largest norm of a client's change of the weights
     largest_count        the highest number of samples that is accepted
-    privacy              prefed.flower.CentralDP(...)
+    privacy              prefed.Privacy(..., sampling="fixed"), or prefed.flower.CentralDP(...)
     mean                 how the clients' changes become one: "plain", or one that bears clients who
                          lie, such as "median" (docs/robust.md)
     state_mean           the same for what clients share besides; None is that of the weights
@@ -108,7 +111,7 @@ class Strategy(FlowerStrategy):
     join_seconds: float = 300.0
     norm_cap: float | None = None
     largest_count: int = LARGEST_COUNT
-    privacy: CentralDP | None = None
+    privacy: CentralDP | Privacy | None = None
     mean: str | dict[str, Any] = "plain"
     state_mean: str | dict[str, Any] | None = None
     quorum: InitVar[float | None] = None
@@ -125,6 +128,8 @@ class Strategy(FlowerStrategy):
         self.after: dict[int, int] = {}
         """For each client that keeps state, the round it last took part in."""
         self.arrivals: Arrivals | None = None
+        self.mechanism: Mechanism | None = None
+        """Of prefed.Privacy, from the first round on, with the ledger of what was released."""
         self._metrics: dict[int, RecordDict] = {}
         self._needs_steps = False
         """Whether the server's part depends on how many local steps there were."""
@@ -172,13 +177,25 @@ class Strategy(FlowerStrategy):
                 "privacy: the noise is made for the plain mean, on which a client has a bounded "
                 'influence; set mean="plain"'
             )
-        if any(policy.kind == "average" for policy in self.algorithm.sharing().values()):
-            raise PrefedError(
-                f"privacy: clients of {type(self.algorithm).__name__} share optimiser state, which "
-                f"would need noise of its own; choose an algorithm with its state on the server"
-            )
         if self.weighting != "uniform":
             raise PrefedError('privacy: the noise is made for weighting="uniform"')
+        if isinstance(privacy := self.privacy, Privacy):
+            if (privacy.sampling, privacy.neighbours) != ("fixed", "add-remove"):
+                raise PrefedError(
+                    "privacy: a strategy asks nodes that happen to be there, which amplifies "
+                    'nothing; set sampling="fixed" and neighbours="add-remove"'
+                )
+            if privacy.where == "client" or privacy.noise_multiplier is None:
+                raise PrefedError(
+                    'privacy: a strategy needs a noise_multiplier, and where="server"; '
+                    "`prefed deploy` knows the rest"
+                )
+        elif any(policy.kind == "average" for policy in self.algorithm.sharing().values()):
+            raise PrefedError(
+                f"privacy: clients of {type(self.algorithm).__name__} share optimiser state, which "
+                f"needs noise of its own: take prefed.Privacy in place of CentralDP, or choose an "
+                f"algorithm with its state on the server"
+            )
 
     def summary(self) -> None:
         log(INFO, "\t├──> %s settings:", type(self.algorithm).__name__)
@@ -205,8 +222,7 @@ class Strategy(FlowerStrategy):
     ) -> Iterable[Message]:
         self._load(arrays)
         cohort = self._draw(grid, server_round, "train", self.fraction_train, self.min_train_nodes)
-        if self.privacy is not None:
-            self.privacy.check_budget(len(cohort))
+        self._check_budget(server_round, len(cohort))
         assert self.server is not None
         assert self.shape is not None
         self.server.round = server_round - 1
@@ -229,11 +245,26 @@ class Strategy(FlowerStrategy):
         self._round = arrays, config
         return self._messages(cohort)
 
+    def _check_budget(self, round: int, asked: int) -> None:
+        """Raise before a round that would spend more than is allowed."""
+        if isinstance(self.privacy, CentralDP):
+            self.privacy.check_budget(asked)
+        if self.mechanism is not None:
+            from flwr.serverapp.exception import PrivacyBudgetExhausted
+
+            self.mechanism.cohort = asked
+            if reason := self.mechanism.over(round - 1):
+                raise PrivacyBudgetExhausted(reason)
+
     def _averaged(self, update: UntrustedUpdate) -> State:
         steps = torch.tensor([float(update.steps or self.local_steps or 1)], dtype=torch.float64)
-        if self.privacy is not None:
+        if isinstance(self.privacy, CentralDP):
             return self.privacy.clip(dict(update.values)) | {LOCAL_STEPS: steps}
-        return to_mean(self.algorithm, dict(update.values), steps)
+        values = to_mean(self.algorithm, dict(update.values), steps)
+        if self.mechanism is not None:
+            assert self.server is not None
+            return self.mechanism.contribution(self.server, values)
+        return values
 
     def _messages(self, clients: list[int]) -> list[Message]:
         """One message for each client: the model, the user's config, and what our own
@@ -287,15 +318,19 @@ class Strategy(FlowerStrategy):
         if not self._enough():
             return None, None
         mean, _ = arrivals.mean.result()
-        if self.privacy is not None:
+        if self.mechanism is not None:
+            self.mechanism.spend(server_round, list(arrivals.position))
+            mean = self.mechanism.release(server, mean, admitted, asked)
+        elif isinstance(self.privacy, CentralDP):
+            self.privacy.spend(asked)
             mean["weights"] = self.privacy.noise(mean["weights"], admitted, asked)
             mean.pop("buffers", None)  # statistics of the clients stay with them
-            self.privacy.spend(asked)
         population = max(len(self.members.nodes), asked)
         contents = [self._metrics[c] for c in arrivals.position if c in self._metrics]
         steps = self._steps(mean_steps(mean), contents)
         self._warn_of_own_training(contents)
-        server_update(self.algorithm, server, mean, steps, admitted / population)
+        took_part = asked if self.mechanism is not None else admitted
+        server_update(self.algorithm, server, mean, steps, took_part / population)
         self.after |= dict.fromkeys(arrivals.admission.admitted, server_round - 1)
         self._arrays = shape.write(server.weights, server.buffers)
         return self._arrays, self._reduce(self.train_metrics_aggr_fn or mean_metrics, contents)
@@ -406,6 +441,11 @@ class Strategy(FlowerStrategy):
                     f"local_steps: {type(self.algorithm).__name__} divides by it, and what clients "
                     f"say of it has no privacy; give local_steps= to the strategy"
                 )
+            if isinstance(self.privacy, Privacy):
+                check_private(self.algorithm, self.server, self.privacy)
+                run = 1, 1, 1, self.local_steps, self.seed
+                self.mechanism = Mechanism(self.privacy, self.algorithm, *run, secret=True)
+                self.mechanism.prepare()
         elif arrays is not self._arrays:
             weights, buffers = self.shape.read(arrays)
             self.server.weights.copy_(weights)
@@ -601,19 +641,6 @@ def said_steps(content: RecordDict) -> int | None:
         if type(steps) is int and 1 <= steps <= LARGEST_COUNT:
             return steps
     return None
-
-
-def depends_on_steps(algorithm: Algorithm, server: Server) -> bool:
-    """Whether the server needs to know how many local steps the clients took."""
-    if any(policy.kind == "derived" for policy in algorithm.sharing().values()):
-        return True
-    sent = {name: torch.ones_like(value) for name, value in server.values(algorithm).items()}
-    found = []
-    for steps in (1, 2):
-        values = to_mean(algorithm, sent, torch.tensor([float(steps)], dtype=torch.float64))
-        change = values["weights"].to(server.weights.dtype, copy=True)
-        found.append(algorithm.pseudo_gradient(change, steps))
-    return not torch.equal(*found)
 
 
 def mean_metrics(contents: list[RecordDict], weighted_by: str) -> MetricRecord:

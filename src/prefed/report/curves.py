@@ -106,6 +106,7 @@ def _charts(groups: list[Group], split: str, styles: dict[str, tuple[str, int]])
         ),
         chart("accuracy-seconds", "Accuracy for time", *accuracy, x="seconds", percent=True),
         *(by_loss if groups[0].measure is LOSS else []),
+        chart("epsilon", "Privacy spent", "epsilon", "epsilon"),
         *_of_clients(groups, chart),
     ]
     optimiser = [

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
-from prefed.core.memory import Memory
+from prefed.core.memory import Memory, all_finite
 from prefed.data import FederatedData
 from prefed.rules import State
 from prefed.training.attackers import Attackers, Moments
@@ -68,7 +68,7 @@ class LocalTrainer(Trainer):
 
     def prepare(self, run: "Run") -> None:
         """Choose the engine, and build it."""
-        cohort = run.draw_cohort()
+        cohort = run.draw_cohort() or [0]  # a random size may be none
         if self.choice is None:
             self.choice = self._choose(run.server, cohort)
         if self.workers is None:
@@ -119,6 +119,10 @@ class LocalTrainer(Trainer):
             if update.kept:
                 for row, client in enumerate(block):
                     kept[client] = {n: value[row].clone() for n, value in update.kept.items()}
+                    if self.mechanism is not None and not all(
+                        map(all_finite, kept[client].values())
+                    ):
+                        del kept[client]  # it counts as zero, and goes on from what it had
         return self._together(server, mean, len(clients), kept)
 
     def _not_finite(self, server: Server, clients: list[int]) -> list[int]:
@@ -138,6 +142,7 @@ class LocalTrainer(Trainer):
         train = partial(
             train_block, self.algorithm, server, self.kept, self.settings.seed,
             attackers=self.attackers, honest=self._honest(server, clients),
+            mechanism=self.mechanism,
         )  # fmt: skip
         blocks = self._share(workers.blocks(self.algorithm, clients))
         with torch.random.fork_rng(enabled=True):

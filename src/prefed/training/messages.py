@@ -93,3 +93,16 @@ def averaged(algorithm: Algorithm, server: Server) -> State:
     """Names, types and shapes of the values that are averaged in this round."""
     one = server.weights.new_ones(1, dtype=torch.float64)
     return to_mean(algorithm, server.values(algorithm), one)
+
+
+def depends_on_steps(algorithm: Algorithm, server: Server) -> bool:
+    """Whether the server needs to know how many local steps the clients took."""
+    if any(policy.kind == "derived" for policy in algorithm.sharing().values()):
+        return True
+    sent = {name: torch.ones_like(value) for name, value in server.values(algorithm).items()}
+    found = []
+    for steps in (1, 2):
+        values = to_mean(algorithm, sent, torch.tensor([float(steps)], dtype=torch.float64))
+        change = values["weights"].to(server.weights.dtype, copy=True)
+        found.append(algorithm.pseudo_gradient(change, steps))
+    return not torch.equal(*found)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
-from prefed.core.errors import RankLost
+from prefed.core.errors import PrefedError, RankLost
 from prefed.data import FederatedData
 from prefed.rules import State
 from prefed.training.asynchronous_trainer import AsynchronousTrainer
@@ -83,6 +83,11 @@ class RankTrainer(LocalTrainer):
 
     def prepare(self, run: "Run") -> None:
         """All ranks begin where the first one does: after a resume it alone has read the disk."""
+        if self.mechanism is not None and self.mechanism.secret:
+            raise PrefedError(
+                "privacy.secret_noise: all ranks draw the same noise, from the seed; run it in one "
+                "process, or on Flower"
+            )
         if engine := text_of_first(self.engine):
             self.choice = Choice.parse(engine)
         if history := json.loads(text_of_first(json.dumps(run.history))):
@@ -101,7 +106,10 @@ class RankTrainer(LocalTrainer):
     def _together(
         self, server: Server, mean: Mean, clients: int, kept: dict[int, State]
     ) -> Arrived:
-        like = averaged(self.algorithm, server) | {SQUARE: server.weights.new_zeros(1)}
+        like = averaged(self.algorithm, server)
+        if self.mechanism is not None:
+            like = self.mechanism.like(server)
+        like |= {SQUARE: server.weights.new_zeros(1)}
         values, loss = mean_of_all(mean, like)
         record = spread(values, self.means.weights.rule.is_plain)
         return Arrived(values, loss, clients, kept_of_all(kept, self.first_kept), record)

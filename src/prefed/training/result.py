@@ -47,8 +47,9 @@ class Result:
 
     def __repr__(self) -> str:
         name = self.config.get("algorithm", {}).get("name", "Result")
-        numbers = ("train_loss", "test_loss", "test_accuracy")
         last = self.history[-1] if self.history else {}
+        first = "epsilon" if "epsilon" in last else "train_loss"
+        numbers = (first, "test_loss", "test_accuracy")
         parts = [
             f"{len(self.history)} rounds" + (f", ended early: {self.ended}" if self.ended else "")
         ]

@@ -26,9 +26,11 @@ from prefed.training.diagnostics import CollapseWatch, diagnose
 from prefed.training.goals import Best, Goal, Stopper
 from prefed.training.identity import identity
 from prefed.training.means.choice import Means
+from prefed.training.mechanism import Mechanism
 from prefed.training.messages import mean_steps
 from prefed.training.metrics import Metrics
 from prefed.training.observers import Callback, Observers
+from prefed.training.private_runs import make_mechanism
 from prefed.training.ranks import make_trainer
 from prefed.training.result import Result
 from prefed.training.round import (
@@ -48,6 +50,9 @@ from prefed.training.trainer import Arrived, Record, Trainer, check_fits
 log = logging.getLogger("prefed")
 
 MakeTrainer = Callable[[Algorithm, Task, FederatedData, Settings], Trainer]
+
+UNNOISED = ("update_norm", "drift", "left_out", "refused")
+"""What a trainer says of single clients or of a mean without noise."""
 
 OLD_NAMES = {"optimiser.steps_left": "optimiser.left"}
 """What checkpoints of earlier versions call a tensor."""
@@ -123,6 +128,10 @@ class Run:
         if settings.asynchronous is not None:
             asked = settings.asynchronous.buffer or asked
         means.check(algorithm, self.server, asked, settings.weighting)
+        private = settings, len(data), not self.trainer.simulates
+        self.mechanism = make_mechanism(algorithm, self.server, *private)
+        """What makes the run private, if it is to be."""
+        self.trainer.mechanism = self.mechanism
         self.config = config or identity(algorithm, self.task.flat.module, data, settings, loss)
         """What is run, as config.toml has it."""
         self.history: list[Record] = []
@@ -233,8 +242,14 @@ class Run:
 
     @property
     def ended(self) -> str:
-        """Why there are no more rounds, by `stop_when`; empty if there are."""
-        return str(self.history[-1].get("ended", "")) if self.history else ""
+        """Why there are no more rounds, by `stop_when` or for privacy; empty if there are."""
+        said = str(self.history[-1].get("ended", "")) if self.history else ""
+        return said or self._over_budget()
+
+    def _over_budget(self) -> str:
+        """Why privacy allows no further round, if there should be one; empty if it does."""
+        is_last = self.server.round >= self.settings.rounds
+        return "" if self.mechanism is None or is_last else self.mechanism.over(self.server.round)
 
     def stop(self) -> None:
         """End the run after the round that is under way. It can be resumed."""
@@ -243,6 +258,8 @@ class Run:
     def prepare(self) -> None:
         """Choose the engine, wait for nodes: what the first round would do otherwise."""
         if not self._is_prepared:
+            if self.mechanism is not None:
+                self.mechanism.prepare()
             self.trainer.prepare(self)
             self._is_prepared = True
 
@@ -278,10 +295,12 @@ class Run:
         if len(answers) >= settings.quorum:
             arrived = self.trainer.train(server, answers)
             record |= arrived.record
+        if self.mechanism is not None:
+            arrived = self._release(self.mechanism, record, arrived, cohort)
 
         # 3. Step the server, if enough clients have answered, and all with finite numbers.
         if arrived is not None and arrived.clients >= settings.quorum:
-            record["train_loss"] = arrived.loss
+            record["train_loss"] = arrived.loss if self.mechanism is None else math.nan
             if not arrived.is_finite:
                 what = "weights are" if math.isfinite(arrived.loss) else "training loss is"
                 raise self._diverged(record, start, f"the {what} not finite")
@@ -289,7 +308,9 @@ class Run:
             if settings.local_steps is not None and not server.limits:
                 steps = settings.local_steps
             else:
-                steps = record["local_steps"] = mean_steps(arrived.mean)
+                steps = mean_steps(arrived.mean)
+                if self.mechanism is None:  # whose steps they are has no noise
+                    record["local_steps"] = steps
             self._step(arrived, steps)
             if not self.is_whole:
                 raise self._diverged(record, start, "the weights are not finite")
@@ -314,6 +335,9 @@ class Run:
             if reason := self.trainer.agree(reason):
                 self._evaluate_if_due(record, True, done)
                 record["ended"] = reason
+        if "ended" not in record and (reason := self._over_budget()):
+            self._evaluate_if_due(record, True, done)
+            record["ended"] = reason
         if self.best is not None and self.best.see(record):
             self._best_state = {
                 "best.weights": self.server.weights.clone(),
@@ -328,6 +352,8 @@ class Run:
         """The clients of the next round."""
         if self.trainer.is_asynchronous:
             return self.trainer.arrivals(self.server)
+        if self.mechanism is not None:
+            return self.mechanism.draw_cohort(self.server.round)
         if self.clock is not None:
             return self.clock.begin(self.server.round, self.seconds_virtual)[1]
         size = self.settings.clients_per_round
@@ -355,6 +381,22 @@ class Run:
         if self.attackers is not None:
             record["attackers"] = len(self.attackers.among(answers))
         return record
+
+    def _release(
+        self, mechanism: Mechanism, record: Record, arrived: Arrived | None, cohort: list[int]
+    ) -> Arrived | None:
+        """What a private run goes on with: noise on what arrived, which may be nothing. The ledger
+        comes first. Of what clients sent, records have what was noised and no more."""
+        for key in [key for key in record if key in UNNOISED]:
+            del record[key]
+        quorum = self.settings.quorum
+        if quorum > 1 and (arrived is None or arrived.clients < quorum):
+            return arrived
+        record |= mechanism.spend(self.server.round + 1, cohort)
+        here, asked = arrived or Arrived({}, 0.0, 0), mechanism.cohort
+        mean = mechanism.release(self.server, here.mean, here.clients, asked)
+        record["update_norm"] = float(torch.linalg.vector_norm(mean["weights"]))
+        return replace(here, mean=mean, loss=0.0, clients=asked)
 
     def _step(self, arrived: Arrived, steps: float) -> None:
         """The server's step, which changes its state in place."""
@@ -394,6 +436,8 @@ class Run:
         tensors = {"weights": server.weights, "buffers": server.buffers, "steps": server.steps}
         tensors |= {f"optimiser.{name}": value for name, value in server.optimiser.items()}
         tensors |= {f"shared.{name}": value for name, value in server.shared.items()}
+        if self.mechanism is not None:
+            tensors["privacy.clip"] = self.mechanism.clip
         return tensors | self._best_state | self.trainer.state()
 
     def restore(
@@ -413,6 +457,8 @@ class Run:
             value.copy_(saved[name])
         self.server.round, self.history = len(history), [_with_nan(r) for r in history]
         for record in self.history:
+            if self.mechanism is not None:
+                self.mechanism.see(record)
             self._collapse.see(record)
             if self.best is not None:
                 self.best.see(record)

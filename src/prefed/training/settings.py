@@ -24,6 +24,7 @@ from prefed.training.attackers import AttackersOption
 from prefed.training.devices import Devices
 from prefed.training.goals import Goal, StopWhen
 from prefed.training.means.choice import MeanOption
+from prefed.training.privacy import Privacy
 
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weighting = Annotated[
@@ -125,6 +126,8 @@ class Settings(BaseModel):
     """The server waits for no one: it steps when a buffer of updates is full, and a round is one
     such step. A prefed.Asynchronous or a table of its options, such as {"buffer": 10,
     "concurrency": 100}. Needs `devices`. None: rounds are synchronous."""
+    privacy: Privacy | None = None
+    """Differential privacy for clients: a table, in Python prefed.Privacy(...)."""
 
     @model_validator(mode="before")
     @classmethod

@@ -21,6 +21,7 @@ from prefed.training.round import Server
 
 if TYPE_CHECKING:
     from prefed.training.client_evaluation import ClientEvaluation, Score
+    from prefed.training.mechanism import Mechanism
     from prefed.training.run import Run
 
 Record = dict[str, Any]
@@ -53,11 +54,13 @@ class Trainer(ABC):
     threads: int | None = None
     """Torch's threads for each operation of a round; None leaves them as they are."""
     simulates: bool = True
-    """Clients are simulated, so that time may be virtual."""
+    """Clients are simulated: time may be virtual, and noise need not be secret."""
     engine: str = ""
     """How the run computes, known after `prepare`. A resumed run goes on with the same."""
     is_asynchronous: bool = False
     """It says itself whose updates make the next step of the server (`arrivals`)."""
+    mechanism: "Mechanism | None" = None
+    """Of a private run: what clips each client's contribution before it is added up."""
 
     def prepare(self, run: "Run") -> None:
         """All that has to be ready before the first round of this process."""

@@ -11,6 +11,7 @@ from prefed.core.errors import PrefedError, did_you_mean
 from prefed.core.registry import Registry
 from prefed.data import FederatedData
 from prefed.training.attackers import Attackers, Moments
+from prefed.training.mechanism import Mechanism
 from prefed.training.messages import receive, to_mean, upload
 from prefed.training.round import Kept, Server, Update
 from prefed.training.settings import Settings
@@ -58,11 +59,17 @@ def train_block(
     clients: Sequence[int],
     attackers: Attackers | None = None,
     honest: Moments | None = None,
+    mechanism: Mechanism | None = None,
 ) -> Update:
     """A block of clients, from the broadcast to what the server averages."""
-    lies = attackers, honest
-    update = receive_block(algorithm, server, kept, seed, engine, clients, *lies)
-    return as_averaged(algorithm, update)
+    ways = attackers, honest, mechanism
+    update = receive_block(algorithm, server, kept, seed, engine, clients, *ways)
+    update = as_averaged(algorithm, update)
+    if mechanism is None:
+        return update
+    # Clipped, once it is decoded; losses have no noise, so nobody's is told.
+    values = mechanism.contributions(server, update.values)
+    return replace(update, values=values, losses=torch.zeros_like(update.losses))
 
 
 def receive_block(
@@ -74,11 +81,14 @@ def receive_block(
     clients: Sequence[int],
     attackers: Attackers | None = None,
     honest: Moments | None = None,
+    mechanism: Mechanism | None = None,
 ) -> Update:
     """A block of clients, from the broadcast to what the server has received."""
     update = engine.update(algorithm, server, clients, kept)  # local steps
     if attackers is not None:
         update = attackers.send(algorithm, server, update, clients, honest)
+    if mechanism is not None:
+        update = mechanism.on_clients(server, update, clients)  # if they trust nobody
     message, stays = upload(algorithm, server, update, clients, kept, seed)  # encoded
     values = receive(algorithm, server, message)  # decoded, on the server
     return replace(update, values=values, kept=stays)
