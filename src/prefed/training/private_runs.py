@@ -24,14 +24,14 @@ def make_mechanism(
         )
     if settings.mean != "plain" or settings.state_mean not in (None, "plain"):
         raise PrefedError(
-            "mean: the noise of privacy is made for the plain mean, on which a client has a bounded "
-            "influence; leave mean and state_mean out"
+            "mean: the noise of privacy is made for the plain mean, on which a client has a "
+            "bounded influence; leave mean and state_mean out"
         )
     for name in ("asynchronous", "devices"):
         if getattr(settings, name) is not None:
             raise PrefedError(
-                f"{name}: who takes part then depends on how fast clients are, which the accountant "
-                f"of privacy does not know; leave one of them out"
+                f"{name}: who takes part then depends on how fast clients are, which the "
+                f"accountant of privacy does not know; leave one of them out"
             )
     if settings.quorum > 1 and privacy.sampling == "poisson":
         raise PrefedError(
