@@ -1,6 +1,8 @@
 # `make demo` and `make test` do all set-up by themselves: Python 3.11 or newer, make and git.
 # The demo installs what the package needs to run; the rest comes with `make venv`,
 # on which tests, linters and documentation depend.
+# LOCKED=1 takes no file but those whose SHA-256 is in requirements.lock, torch excepted.
+# AUDIT_DB=FILE lets `make check` audit without a network (scripts/advisories.py).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +15,7 @@ STUDIES := digits-noniid digits-autoencoder synthetic upload-digits cifar10-noni
 unexport PYTHONDONTWRITEBYTECODE
 TABLES := mcmahan-2nn mcmahan-cnn niid-bench-mnist niid-bench-fashion
 
-.PHONY: help venv demo test test-fast test-all check format docs bench bench-peers study tables faults protections hostile deployments clean
+.PHONY: help venv demo test test-fast test-all check format docs bench bench-peers study tables faults protections hostile deployments release clean
 
 help:
 	@echo "make demo    compare seven algorithms on 8x8 digits (about a minute after set-up)"
@@ -35,6 +37,8 @@ help:
 	@echo "             same command goes on; make study-NAME runs one of: $(STUDIES)"
 	@echo "make tables  the printed tables of docs/tables.md: half an hour for each at most, and the same"
 	@echo "             command goes on; make table-NAME runs one of: $(TABLES)"
+	@echo "make release  sdist, wheel, bill of materials (CycloneDX) and checksums, into dist"
+	@echo "make LOCKED=1 ...  set up from requirements.lock: each file is checked by its SHA-256"
 	@echo "make clean   remove .venv and all that was built"
 
 venv: $(READY)
@@ -42,11 +46,20 @@ venv: $(READY)
 $(READY_RUN): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "prefed needs Python 3.11 or newer; try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
+ifdef LOCKED
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip check
+else
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+endif
 	@touch $(READY_RUN)
 
 $(READY): $(READY_RUN)
+ifndef LOCKED
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,docs]"
+endif
 	@touch $(READY)
 
 demo: $(READY_RUN)
@@ -66,7 +79,7 @@ check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src/prefed tests
 	$(BIN)/lint-imports --no-cache > /dev/null || $(BIN)/lint-imports --no-cache
-	$(BIN)/python scripts/audit.py
+	$(BIN)/python scripts/audit.py $(if $(AUDIT_DB),--database "$(AUDIT_DB)")
 
 format: venv
 	$(BIN)/ruff check --fix .
@@ -107,6 +120,9 @@ hostile: venv
 
 deployments: venv
 	$(BIN)/python -m pytest -m "" tests/flower/test_deploy.py
+
+release: venv
+	$(BIN)/python scripts/release.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
