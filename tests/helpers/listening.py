@@ -7,6 +7,7 @@ tests/project/test_listening.py compares that with ss.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,8 +24,10 @@ EVERYWHERE = ("0.0.0.0", "::")
 BETWEEN = ("unshare", "-rn", "sh", "-c",
            "ip link set lo up && ip link add v0 type veth peer name v1 && "
            "ip addr add 192.0.2.1/24 dev v0 && ip link set v0 up && ip link set v1 up && "
+           "ip route add default via 192.0.2.2 && "
            'exec "$@"', "sh")  # fmt: skip
-"""A network that has an interface beside loopback, as machines have, and reaches nobody."""
+"""A network that has an interface beside loopback and a way out, as machines have, and reaches
+nobody."""
 
 
 @dataclass(frozen=True, order=True)
@@ -112,7 +115,8 @@ def of_command(
         end = time.monotonic() + seconds
         while process.poll() is None and not (until and until in log.read_text()):
             if time.monotonic() > end:
-                process.kill()
+                for pid in family(process.pid):
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
         if until:
             time.sleep(1)

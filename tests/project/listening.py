@@ -47,7 +47,7 @@ COMMANDS: dict[str, Look] = {
     "plain `torchrun`": torchrun(),
     "`prefed deploy --local`": prefed("deploy", *SHORT, "--local", "2", "--out", "run"),
     "`prefed deploy --simulate`": prefed("deploy", *SHORT, "--simulate", "2", "--out", "run"),
-    "Flower in `make bench-peers`": lambda cwd: of_command(peers(cwd), cwd),
+    "Flower in `make bench-peers`": lambda cwd: of_command(peers(cwd), cwd, seconds=900),
 }  # fmt: skip
 
 
