@@ -34,7 +34,8 @@ def input_of_linear_layer(gradient: Tensor, inputs: int, outputs: int) -> Tensor
     it: the row of the weights divided by that of the bias, where that is largest."""
     weights, bias = gradient.split([inputs * outputs, outputs])
     row = bias.abs().argmax()
-    return weights.view(outputs, inputs)[row] / bias[row]
+    found: Tensor = weights.view(outputs, inputs)[row] / bias[row]
+    return found
 
 
 def gradients(model: nn.Module, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -45,17 +46,17 @@ def gradients(model: nn.Module, weights: Tensor, x: Tensor, y: Tensor) -> Tensor
     def loss(flat: Tensor, one: Tensor, label: Tensor) -> Tensor:
         parts = flat.split([math.prod(shape) for shape in shapes])
         values = {n: p.view(s) for n, p, s in zip(names, parts, shapes, strict=True)}
-        outputs = functional_call(model, values, (one.unsqueeze(0),))
+        outputs: Tensor = functional_call(model, values, (one.unsqueeze(0),))
         return nn.functional.cross_entropy(outputs, label.unsqueeze(0))
 
     found: Tensor = vmap(grad(loss), in_dims=(None, 0, 0))(weights, x, y)
     return found
 
 
-def membership_by_P(seen: Seen, sent: Seen, samples: Tensor) -> Tensor:
+def membership_by_spread(seen: Seen, sent: Seen, samples: Tensor) -> Tensor:
     """How likely each sample, given by its gradient, is one that the client has. Near the optimum P
-    is the mean of its samples' squared gradients, so those of a member stand out: the cosine between
-    them and how P has moved, both in units of what is usual, which the broadcast P says."""
+    is the mean of its samples' squared gradients, so those of a member stand out: the cosine of
+    them with how P has moved, both in units of what is usual, which the broadcast P says."""
     usual = sent["P"] + sent["P"].mean() * 1e-3
     return _cosine(samples.square() / usual, (seen["P"] - sent["P"]) / usual)
 

@@ -85,7 +85,7 @@ def membership(by: str) -> Reached:
     x, y = (values[CLIENTS * 10 :][:400] for values in images())
     weights = victims.sent["weights"]
     outside = a.gradients(victims.model, weights, x, y)
-    score = a.membership_by_P if by == "P" else a.membership_by_change
+    score = a.membership_by_spread if by == "P" else a.membership_by_change
 
     def attack(client: int, seen: a.Seen) -> float:
         own = a.gradients(victims.model, weights, *victims.samples[client])

@@ -13,8 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,28 +101,35 @@ def seen(root: int, every: float = 0.1) -> Iterator[set[Listener]]:
 
 
 def of_command(
-    command: Sequence[str], cwd: Path, until: str = "", seconds: float = 300, **environment: str
-) -> set[Listener]:
+    command: Sequence[str], cwd: Path, until: str = "", seconds: float = 300,
+    environment: Mapping[str, str] | None = None,
+) -> set[Listener]:  # fmt: skip
     """What listens while a command runs to its end, or until it has printed that and a second more.
     The command stands in a network with an interface of its own that leads nowhere."""
     log = cwd / "output.txt"
     with open(log, "w") as output:
         process = subprocess.Popen(
             [*BETWEEN, *command], stdout=output, stderr=output, cwd=cwd, text=True,
-            env=os.environ | environment,
+            env={**os.environ, **(environment or {})},
         )  # fmt: skip
     with seen(process.pid) as found:
         end = time.monotonic() + seconds
         while process.poll() is None and not (until and until in log.read_text()):
             if time.monotonic() > end:
                 for pid in family(process.pid):
-                    os.kill(pid, signal.SIGKILL)
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
         if until:
             time.sleep(1)
+            members = family(process.pid)
             process.terminate()
             process.wait(60)
-    assert until or process.returncode == 0, log.read_text()
+            for pid in members:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    done = until in log.read_text() if until else process.returncode == 0
+    assert done, log.read_text()
     return found
 
 

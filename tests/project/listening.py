@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.helpers import made_tables
+from tests.helpers import ROOT, made_tables
 from tests.helpers.listening import Listener, allowed, of_command
 
 TABLE = "what listens"
@@ -32,8 +32,9 @@ def prefed(*words: str, until: str = "") -> Look:
     return lambda cwd: of_command([PYTHON, "-m", "prefed", *words], cwd, until)
 
 
-def torchrun(*words: str, inside: list[str] = [], **environment: str) -> Look:  # noqa: B006
-    return lambda cwd: of_command([*inside, *TORCHRUN, *words, *RUN], cwd, **environment)
+def torchrun(*words: str, inside: Sequence[str] = (), **environment: str) -> Look:
+    command = [*inside, *TORCHRUN, *words, *RUN]
+    return lambda cwd: of_command(command, cwd, environment=environment)
 
 
 COMMANDS: dict[str, Look] = {
@@ -47,19 +48,21 @@ COMMANDS: dict[str, Look] = {
     "plain `torchrun`": torchrun(),
     "`prefed deploy --local`": prefed("deploy", *SHORT, "--local", "2", "--out", "run"),
     "`prefed deploy --simulate`": prefed("deploy", *SHORT, "--simulate", "2", "--out", "run"),
-    "Flower in `make bench-peers`": lambda cwd: of_command(peers(cwd), cwd, seconds=900),
+    "Flower in `make bench-peers`":
+        lambda cwd: of_command(peers(cwd), cwd, "fedjax: left out", seconds=900),
 }  # fmt: skip
 
 
 def peers(cwd: Path) -> list[str]:
-    """The benchmark of peers with the Flower that is installed here, and with no other peer."""
+    """The benchmark of peers with the Flower that is installed here, and with no other peer: they
+    end at once and are left out, fedjax when Flower has warmed up."""
     for name in ("pfl", "flower", "fedjax"):
         python = cwd / "peers" / name / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.write_text(f'#!/bin/sh\nexec {PYTHON} "$@"\n' if name == "flower" else "#!/bin/sh\n")
         python.chmod(0o755)
         (cwd / "peers" / name / "installed").touch()
-    script = Path(made_tables.ROOT) / "bench" / "peers" / "run.py"
+    script = ROOT / "bench" / "peers" / "run.py"
     return [PYTHON, str(script), "W1", "--passes", "1", "--folder", str(cwd / "peers")]
 
 

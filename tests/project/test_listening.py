@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from prefed.core import private_network
-from tests.helpers import made_tables
+from tests.helpers import ROOT, made_tables
 from tests.helpers.listening import BETWEEN, Listener, allowed, listeners, of_command
 from tests.project.listening import ALONE, COMMANDS, PYTHON, SHORT, TABLE, cells
 
@@ -84,8 +84,10 @@ def test_ranks_listen_on_the_address_they_are_told(tmp_path: Path) -> None:
     both = 'RANK=0 "$@" & RANK=1 exec "$@"'
     found = of_command(
         ["sh", "-c", both, "sh", PYTHON, "-c", script], tmp_path,
-        MASTER_ADDR="192.0.2.1", MASTER_PORT="29400", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1",
-        GLOO_SOCKET_IFNAME="v0", OMP_NUM_THREADS="1",
+        environment={
+            "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29400", "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "v0", "OMP_NUM_THREADS": "1",
+        },
     )  # fmt: skip
     assert found == {Listener("prefed", "192.0.2.1", "the network")}
 
@@ -116,8 +118,7 @@ def test_a_network_of_its_own(rights: str, tmp_path: Path) -> None:
 
 
 def test_the_command_ends_as_it_would_without(tmp_path: Path) -> None:
-    done = subprocess.run([*ALONE, PYTHON, "-c", "raise SystemExit(7)"], check=False)
-    assert done.returncode == 7
+    assert subprocess.run([*ALONE, PYTHON, "-c", "raise SystemExit(7)"]).returncode == 7
     done = subprocess.run([*ALONE, "no-such"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "error: no-such: No such file or directory\n")
 
@@ -131,7 +132,7 @@ def test_without_a_network_of_its_own_ray_is_not_started(tmp_path: Path) -> None
     assert "error: this system allows no network of one's own" in said
     assert "listens on all interfaces; use --local, or insist with --open-network" in said
     assert not (tmp_path / "run").exists()
-    peers = [sys.executable, str(made_tables.ROOT / "bench/peers/run.py"), "--folder", "peers"]
+    peers = [sys.executable, str(ROOT / "bench/peers/run.py"), "--folder", "peers"]
     done = subprocess.run(
         [*FORBIDDEN, *peers], cwd=tmp_path, capture_output=True, text=True, check=False
     )

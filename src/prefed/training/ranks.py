@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -89,7 +89,7 @@ def _meeting_address() -> str | None:
         return None
 
 
-def _own_store() -> dist.Store | None:
+def _own_store() -> Any:
     """Where ranks meet, listening on MASTER_ADDR alone: torch's own listens on all interfaces. None
     for torch's own: if torchrun holds it, or if the address is not one of this machine's."""
     address, port = _meeting_address(), int(os.environ.get("MASTER_PORT", "0"))
@@ -106,7 +106,7 @@ def _own_store() -> dist.Store | None:
             if error.errno == errno.EADDRNOTAVAIL:
                 return None
             raise
-    return dist.TCPStore(
+    return dist.TCPStore(  # type: ignore[attr-defined]
         address, port, is_master=handle is not None, timeout=TIMEOUT, multi_tenant=True,
         wait_for_workers=False, master_listen_fd=handle,
     )  # fmt: skip
