@@ -1,6 +1,8 @@
 # `make demo` and `make test` do all set-up by themselves: Python 3.11 or newer, make and git.
 # The demo installs what the package needs to run; the rest comes with `make venv`,
 # on which tests, linters and documentation depend.
+# LOCKED=1 takes no file but those whose SHA-256 is in requirements.lock, torch excepted.
+# AUDIT_DB=FILE lets `make check` audit without a network (scripts/advisories.py).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +15,7 @@ STUDIES := digits-noniid digits-autoencoder synthetic upload-digits cifar10-noni
 unexport PYTHONDONTWRITEBYTECODE
 TABLES := mcmahan-2nn mcmahan-cnn niid-bench-mnist niid-bench-fashion
 
-.PHONY: help venv demo test test-fast test-all check format docs bench bench-peers study tables faults protections hostile deployments clean
+.PHONY: help venv demo test test-fast test-all check format docs bench bench-peers study tables faults protections hostile deployments release clean
 
 help:
 	@echo "make demo    compare seven algorithms on 8x8 digits (about a minute after set-up)"
@@ -21,6 +23,7 @@ help:
 	@echo "make test-fast  a part that starts no process (about a minute)"
 	@echo "make test-all   all of them: every fault, every protection, real deployments (hours)"
 	@echo "make check   ruff, mypy --strict, the layers of the package, known holes in dependencies"
+	@echo "             (AUDIT_DB=FILE: those that an export of the OSV database knows)"
 	@echo "make docs    the documentation site, into build/docs"
 	@echo "make venv    .venv with all that tests, linters and documentation need"
 	@echo "make format  let ruff mend and format the source"
@@ -30,11 +33,14 @@ help:
 	@echo "make deployments  Flower: nodes and SuperLinks that are killed, strangers, a stock app"
 	@echo "make bench   this machine: a PreFed step against torch's Adam, rounds against bare loops,"
 	@echo "             a thousand to a million clients, two ranks against one, codecs"
-	@echo "make bench-peers  prefed against pfl, Flower and fedjax, each in an environment of its own"
+	@echo "make bench-peers  prefed against pfl, Flower and fedjax, each in an environment and a network"
+	@echo "             of its own"
 	@echo "make study   the results of docs/results.md: half an hour for each study at most, and the"
 	@echo "             same command goes on; make study-NAME runs one of: $(STUDIES)"
 	@echo "make tables  the printed tables of docs/tables.md: half an hour for each at most, and the same"
 	@echo "             command goes on; make table-NAME runs one of: $(TABLES)"
+	@echo "make release  sdist, wheel, bill of materials (CycloneDX) and checksums, into dist"
+	@echo "make LOCKED=1 ...  set up from requirements.lock: each file is checked by its SHA-256"
 	@echo "make clean   remove .venv and all that was built"
 
 venv: $(READY)
@@ -42,11 +48,20 @@ venv: $(READY)
 $(READY_RUN): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "prefed needs Python 3.11 or newer; try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
+ifdef LOCKED
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip check
+else
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+endif
 	@touch $(READY_RUN)
 
 $(READY): $(READY_RUN)
+ifndef LOCKED
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,docs]"
+endif
 	@touch $(READY)
 
 demo: $(READY_RUN)
@@ -66,7 +81,7 @@ check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src/prefed tests
 	$(BIN)/lint-imports --no-cache > /dev/null || $(BIN)/lint-imports --no-cache
-	$(BIN)/python scripts/audit.py
+	$(BIN)/python scripts/audit.py $(if $(AUDIT_DB),--database "$(AUDIT_DB)")
 
 format: venv
 	$(BIN)/ruff check --fix .
@@ -107,6 +122,9 @@ hostile: venv
 
 deployments: venv
 	$(BIN)/python -m pytest -m "" tests/flower/test_deploy.py
+
+release: venv
+	$(BIN)/python scripts/release.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

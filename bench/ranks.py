@@ -3,7 +3,8 @@
     python bench/ranks.py
 
 The two kinds of run take turns. Printed are the medians of their rounds, the speed-up, and whether
-the final weights have the same bits.
+the final weights have the same bits. They run in a network of their own: torchrun listens on all
+interfaces.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 from prefed import FedAvg
 from prefed.bench.ratios import simulation
 from prefed.bench.workloads import WORKLOADS
+from prefed.core import private_network
+from prefed.core.errors import PrefedError
 from prefed.training import ranks
 
 ROUNDS, PASSES = 6, 3
@@ -39,7 +42,12 @@ def rank(name: str) -> None:
 
 
 def main() -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    try:
+        python = private_network.inside(sys.executable)
+    except PrefedError as error:
+        print(f"ranks: left out, {error}, and torchrun listens on all interfaces")
+        return
+    launch = [*python, "-m", "torch.distributed.run", "--standalone"]
     for name in ("W2", "W3"):
         times: dict[int, list[float]] = {1: [], 2: []}
         bits = set()

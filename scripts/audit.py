@@ -1,10 +1,11 @@
 """Does a package that is installed here have a known hole?
 
-    python scripts/audit.py
+    python scripts/audit.py                    asks the OSV database (osv.dev)
+    python scripts/audit.py --database FILE    looks into a file (scripts/advisories.py)
 
-One question to the OSV database (osv.dev, which also feeds pip-audit) with the names and versions
-of everything in this environment. Exit 1 if it knows of something; without an answer, one line
-that says so and exit 0, so that `make check` works offline.
+One question with the names and versions of everything in this environment. Exit 1 if something is
+known; without an answer from the network, one line that says so and exit 0, so that `make check`
+works offline. A file that cannot be read is an error, exit 2: who gives one wants an audit.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import sys
 import urllib.request
 from http.client import HTTPException
 from importlib.metadata import distributions
+from pathlib import Path
+
+from advisories import BadDatabase, known_holes
 
 URL = "https://api.osv.dev/v1/querybatch"
 SECONDS = 5.0
@@ -46,9 +50,18 @@ def ask(packages: dict[str, str], url: str) -> list[list[str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--url", default=URL)
-    packages = installed()
+    parser.add_argument("--database", type=Path, help="an export of OSV's, or pip-audit's JSON")
+    options = parser.parse_args()
+    packages, source = installed(), ""
     try:
-        found = ask(packages, parser.parse_args().url)
+        if options.database is None:
+            found = ask(packages, options.url)
+        else:
+            found, count = known_holes(options.database, packages)
+            source = f" against {count} entries of {options.database}"
+    except BadDatabase as error:
+        print(f"dependencies: not audited, {options.database}: {error}")
+        return 2
     except (OSError, HTTPException, ValueError, KeyError, TypeError, AttributeError) as error:
         print(f"dependencies: not audited, the advisory service gave no answer ({error})")
         return 0
@@ -58,7 +71,7 @@ def main() -> int:
             known += hole not in ACCEPTED
             why = f" (accepted: {ACCEPTED[hole]})" if hole in ACCEPTED else ""
             print(f"{name} {version}: {hole}{why}")
-    print(f"dependencies: {len(packages)} audited, {known} with a known hole")
+    print(f"dependencies: {len(packages)} audited{source}, {known} with a known hole")
     return 1 if known else 0
 
 

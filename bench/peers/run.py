@@ -1,11 +1,13 @@
 """prefed against its peers: rounds of FedAvg on the same data, model and steps, in turn.
 
-    make bench-peers [PASSES=3]
+    make bench-peers
 
 Each framework is installed in an environment of its own (the first run downloads them) and set
 up as its documentation does. All processes stay alive and wait; in every pass each runs rounds for
 half a second, one at least, while the others rest, so that a slow moment of the machine hits all.
-A framework that cannot be installed or started is left out, with the reason.
+A framework that cannot be installed or started is left out, with the reason. Each runs in a network
+of its own with nothing but loopback: Ray, under Flower's simulation engine, and torch's ranks
+listen on all interfaces. Where the system allows no such network, only --open-network runs them.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ import venv
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from prefed.core import private_network
+from prefed.core.errors import PrefedError
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -132,12 +137,16 @@ def commands(work: str, folder: Path) -> dict[str, Callable[[], list[str]]]:
     return found
 
 
-def measure(work: str, passes: int, folder: Path) -> None:
+def as_it_is(*command: str) -> list[str]:
+    return list(command)
+
+
+def measure(work: str, passes: int, folder: Path, contain: Callable[..., list[str]]) -> None:
     peers: list[Peer] = []
     log = folder / f"{work}.log"
     for name, command in commands(work, folder).items():
         try:
-            peer = start(name, command(), log)
+            peer = start(name, contain(*command()), log)
             peers.append(peer)
             peer.hear()
         except (ChildProcessError, subprocess.CalledProcessError, OSError) as error:
@@ -164,10 +173,18 @@ def main() -> None:
     parser.add_argument("work", nargs="*", default=["W1", "W2"])
     parser.add_argument("--passes", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers")
+    parser.add_argument(
+        "--open-network", action="store_true", help="let peers listen on all interfaces"
+    )
     options = parser.parse_args()
+    contain = as_it_is if options.open_network else private_network.inside
+    try:
+        contain("true")
+    except PrefedError as error:
+        sys.exit(f"error: {error}, and peers listen on all interfaces; insist with --open-network")
     options.folder.mkdir(parents=True, exist_ok=True)
     for work in options.work:
-        measure(work, options.passes, options.folder.resolve())
+        measure(work, options.passes, options.folder.resolve(), contain)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from prefed.flower.write import write_app
 from tests.helpers import ROOT
 from tests.helpers.commands import prefed_here
 from tests.helpers.federation import told_by_all
+from tests.helpers.listening import BETWEEN, allowed, seen
 
 
 @pytest.fixture
@@ -66,10 +67,6 @@ def processes_of(scratch: Path) -> dict[int, str]:
         except OSError:
             continue
     return found
-
-
-ALONE = ("unshare", "-rn", "bash", "-c", 'ip link set lo up && exec "$@"', "bash")
-"""A network of its own with nothing but loopback: Ray listens on all interfaces otherwise."""
 
 
 def deploy(
@@ -109,8 +106,11 @@ def test_a_small_deployment(tmp_path: Path, nothing_left: dict[str, str]) -> Non
     changes = ["rounds=2", "data.split.clients=4", "clients_per_round=4", "algorithm=prefed"]
     changes += ["momentum=keep"]
     words = ["digits-noniid", *options(changes), "--local", "2", "--out", str(tmp_path / "run")]
-    output, errors = (done := deploy(words, nothing_left)).communicate(timeout=900)
+    with seen((done := deploy(words, nothing_left)).pid, every=0.5) as listeners:
+        output, errors = done.communicate(timeout=900)
     assert done.returncode == 0, errors
+    assert {one.program for one in listeners} == {"flower-superlink", "flower-supernode"}
+    assert {one.reached_from for one in listeners} == {"this machine"}
     assert re.findall(r"round (\d)/2", output) == ["1", "2"]
     lines = output.splitlines()
     assert lines[:2] == ["SuperLink starts", "SuperLink is up; nodes get keys"]
@@ -234,9 +234,9 @@ def test_four_nodes(changes: list[str], tmp_path: Path, nothing_left: dict[str, 
 def test_on_flower_s_simulation_engine(tmp_path: Path, nothing_left: dict[str, str]) -> None:
     changes = ["algorithm=prefed", "momentum=keep", "rounds=3"]
     words = ["digits-noniid", *options(changes), "--simulate", "3", "--out", str(tmp_path / "run")]
-    if subprocess.run([*ALONE, "true"], check=False).returncode:
+    if not allowed():
         pytest.skip("this machine allows no network namespaces")
-    _, errors = (done := deploy(words, nothing_left, ALONE)).communicate(timeout=900)
+    _, errors = (done := deploy(words, nothing_left, BETWEEN)).communicate(timeout=900)
     assert done.returncode == 0, errors
     assert_equals_simulation(tmp_path / "run", changes)
 

@@ -34,6 +34,13 @@ def deploy(
     simulate: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="N nodes on Flower's simulation engine")
     ] = None,
+    open_network: Annotated[
+        bool,
+        typer.Option(
+            "--open-network",
+            help="let the simulation engine listen on all interfaces of this machine",
+        ),
+    ] = False,
     write: Annotated[
         Path | None, typer.Option(metavar="DIR", help="write a Flower app for real machines")
     ] = None,
@@ -70,6 +77,8 @@ def deploy(
         raise typer.BadParameter("choose one of --local N, --simulate N and --write DIR")
     if resume and out is None:
         raise typer.BadParameter("--resume needs --out, the directory of the run to go on with")
+    if open_network and simulate is None:
+        raise typer.BadParameter("--open-network is for --simulate: nothing else opens the network")
     show_warnings_plainly()
     require_flower()
     from prefed.flower.deployment_options import Options
@@ -106,7 +115,7 @@ def deploy(
                 assert simulate is not None
                 deploy_simulated(
                     loaded, folder, simulate, options, resume=resume, on_record=see,
-                    say=progress.say,
+                    say=progress.say, open_network=open_network,
                 )  # fmt: skip
         except KeyboardInterrupt:  # typer would say no more than "Aborted"
             raise Interrupted(f"stopped after round {len(records)} of {folder}") from None

@@ -1,7 +1,7 @@
 """A config on Flower's own simulation engine (Ray): the same two apps, without the network.
 
 Ray runs in a process of its own (`python -m prefed.flower.simulated_deployment`), so that it ends
-with it.
+with it, and in a network of its own, because it listens on all interfaces.
 """
 
 import json
@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from prefed.core import private_network
+from prefed.core.errors import PrefedError
 from prefed.core.machine import cores
 from prefed.experiments.config import Config
 from prefed.flower.deployment_options import Options
@@ -30,13 +32,22 @@ def deploy_simulated(
     resume: bool,
     on_record: Callable[[dict[str, Any]], None],
     say: Say = lambda text: None,
+    open_network: bool = False,
 ) -> None:
+    command = [sys.executable, "-m", "prefed.flower.simulated_deployment"]
+    if not open_network:
+        try:
+            command = private_network.inside(*command)
+        except PrefedError as error:
+            raise PrefedError(
+                f"{error}, and Flower's simulation engine listens on all interfaces; use --local, "
+                "or insist with --open-network"
+            ) from None
     folder = folder.absolute()
     with local_flower(config, folder, nodes, options, resume) as flower:
         flower.environment["PREFED_STATE_DIR"] = str(folder / "nodes")
         job = options.to_run_config() | {"run-dir": str(folder), "resume": resume}
         app = flower.home / "app" / PACKAGE / "config.toml"
-        command = (sys.executable, "-m", "prefed.flower.simulated_deployment")
         say("simulation engine starts")
         flower.start("simulation", *command, str(app), str(nodes), json.dumps(job))
         follow(folder, config.rounds, flower, ("simulation",), on_record, say)

@@ -7,14 +7,21 @@ rank takes the same server step. So the bits do not depend on the number of rank
 
 The first rank evaluates, writes and prints for all; the others begin where it does and stop with
 it.
+
+Ranks of one machine listen on loopback alone, and the first one where MASTER_ADDR says. torchrun
+itself listens on all interfaces, for which prefed.core.private_network is there.
 """
 
+import errno
+import ipaddress
 import json
 import os
+import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,10 +58,59 @@ def joined() -> Iterator[bool]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not is_joined():
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if _all_here():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        if (store := _own_store()) is None:
+            dist.init_process_group(backend, timeout=TIMEOUT)
+        else:
+            rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT
+            )
     yield speaks()
     if is_joined():
         dist.destroy_process_group()
+
+
+def _all_here() -> bool:
+    """Whether all ranks are on this machine, as torchrun or the address they meet at says."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+    address = _meeting_address()
+    return address is not None and ipaddress.ip_address(address).is_loopback
+
+
+def _meeting_address() -> str | None:
+    """MASTER_ADDR, if it is an address and not a name, which may mean another one elsewhere."""
+    told = os.environ.get("MASTER_ADDR", "")
+    try:
+        return str(ipaddress.ip_address("127.0.0.1" if told == "localhost" else told))
+    except ValueError:
+        return None
+
+
+def _own_store() -> Any:
+    """Where ranks meet, listening on MASTER_ADDR alone: torch's own listens on all interfaces. None
+    for torch's own: if torchrun holds it, or if the address is not one of this machine's."""
+    address, port = _meeting_address(), int(os.environ.get("MASTER_PORT", "0"))
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if by_torchrun or address is None or not port or "RANK" not in os.environ:
+        return None  # torch says what is missing
+    handle = None
+    if os.environ["RANK"] == "0":
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            with socket.create_server((address, port), family=family) as server:
+                handle = server.detach()  # torch closes it
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                return None
+            raise
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, is_master=handle is not None, timeout=TIMEOUT, multi_tenant=True,
+        wait_for_workers=False, master_listen_fd=handle,
+    )  # fmt: skip
 
 
 def is_joined() -> bool:

@@ -1,0 +1,91 @@
+"""Clients to be attacked, what the server sees of each, and what may stand in its way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import prefed
+from prefed.data.digits import digits, to_unit_range
+from tests.attacks.attacks import BETA1, BETA2, Seen
+from tests.helpers.problems import local
+
+CLIENTS = 20
+COHORT = 10
+NOISE = 1.0
+"""The standard deviation of the noise, in units of what one client can change in its whole
+upload."""
+
+
+@dataclass(frozen=True)
+class Victims:
+    model: nn.Module
+    samples: list[tuple[Tensor, Tensor]]
+    sent: Seen
+    uploads: list[Seen]
+
+
+def attacked(
+    model: nn.Module, samples: list[tuple[Tensor, Tensor]], *, rounds: int, steps: int, batch: int,
+    momentum: str = "average", lr: float = 0.01,
+) -> Victims:  # fmt: skip
+    """PreFed with everybody for some rounds, and then what each client sends in the next."""
+    algorithm = prefed.PreFed(client_lr=lr, beta1=BETA1, beta2=BETA2, momentum=momentum)  # type: ignore[arg-type]
+    settings = prefed.Settings(
+        rounds=rounds + 1, local_steps=steps, batch_size=batch, device="cpu", engine="sequential"
+    )
+    run = prefed.Simulation(algorithm, model, prefed.FederatedData(samples), settings)
+    trainer = local(run)
+    for _ in range(rounds):
+        run.run_round()
+    sent = {"weights": run.server.weights, **run.server.shared}
+    sent.setdefault("m", torch.zeros_like(sent["P"]))  # reset: known to everybody
+    uploads = []
+    for client in range(len(samples)):
+        ((_, update),) = trainer._updates(run.server, [client])
+        uploads.append({name: value[0].clone() for name, value in update.values.items()})
+    return Victims(model, samples, {n: v.clone() for n, v in sent.items()}, uploads)
+
+
+def linear(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()
+
+
+def images() -> tuple[Tensor, Tensor]:
+    data = digits()
+    return to_unit_range(torch.as_tensor(data.x)).double(), torch.as_tensor(data.y)
+
+
+def clipped(values: dict[str, Tensor], norms: dict[str, float]) -> Seen:
+    return {n: v * min(1.0, norms[n] / max(float(v.norm()), 1e-300)) for n, v in values.items()}
+
+
+def behind_noise(victims: Victims, seed: int = 0) -> list[Seen]:
+    """What an attacker who knows all other clients has of each after central differential privacy:
+    every part clipped to the median of the clients' norms, and Gaussian noise on it. By hand."""
+    generator = torch.Generator().manual_seed(seed)
+    names = list(victims.uploads[0])
+    norms = {n: float(torch.stack([u[n].norm() for u in victims.uploads]).median()) for n in names}
+    seen = []
+    for upload in victims.uploads:
+        noisy = clipped(upload, norms)
+        for name, value in noisy.items():
+            # Parts of one upload: together they change by sqrt(parts) in units of their norms.
+            scale = NOISE * len(names) ** 0.5 * norms[name]
+            value += scale * torch.randn(value.shape, generator=generator, dtype=value.dtype)
+        noisy["P"].clamp_(min=0)
+        seen.append(noisy)
+    return seen
+
+
+def within_a_sum(victims: Victims) -> list[Seen]:
+    """What secure aggregation shows a server: for each client, the mean over a cohort with it. By
+    plain sums, which is what the protocol computes."""
+    seen = []
+    for client in range(len(victims.uploads)):
+        cohort = [victims.uploads[(client + k) % len(victims.uploads)] for k in range(COHORT)]
+        seen.append({n: torch.stack([u[n] for u in cohort]).mean(0) for n in cohort[0]})
+    return seen
