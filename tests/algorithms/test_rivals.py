@@ -121,13 +121,13 @@ def test_one_step_of_fedpm_is_a_step_of_all_together(shape: str) -> None:
 
 def test_fedpm_is_the_mixing_of_contrib() -> None:
     one = simulate(prefed.FedPM(client_lr=0.01))
-    two = simulate(prefed.PreFed(client_lr=0.01, aggregate="sqrtP"))
+    two = simulate(prefed.ALGORITHMS.get("prefed")(client_lr=0.01, aggregate="sqrtP"))
     assert torch.equal(one.weights, two.weights)
 
 
 @pytest.mark.parametrize(("make", "text"), [
     (lambda: prefed.FedPM(shape="kronecker"), r'clients are mixed by "diagonal" or "full"'),
-    (lambda: prefed.FedPM(aggregate="mean"), r"FedPM\.aggregate: unknown option"),
+    (lambda: prefed.ALGORITHMS.get("fedpm")(aggregate="mean"), r"FedPM\.aggregate: unknown option"),
     (lambda: prefed.FedCM(alpha=0), r"FedCM\.alpha: should be greater than 0"),
     (lambda: prefed.FedAdamW(means="head"), r"FedAdamW\.means: should be 'tensor'"),
 ])  # fmt: skip

@@ -4,6 +4,7 @@ is in tests/algorithms/test_oracles.py."""
 from __future__ import annotations
 
 import math
+import shutil
 from typing import Any
 
 import pytest
@@ -104,6 +105,16 @@ def test_engines(algorithm: prefed.Algorithm) -> None:
     same(one, other, 1e-9)
     if "adaptive_share" in one.history[-1]:  # most of sqrt(P) is above a tenth of its mean
         assert one.history[-1]["adaptive_share"] > 0.2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
+def test_the_compiled_engine_steps_aside() -> None:
+    options: dict[str, Any] = {"rounds": 2, "local_steps": 3, "batch_size": 4, "device": "cpu"}
+    one = prefed.simulate(ALGORITHMS[0], chain(), tiny_data(), engine="vectorised", **options)
+    with pytest.warns(prefed.EngineWarning, match="tau_relative clients train as in the vector"):
+        other = prefed.simulate(ALGORITHMS[0], chain(), tiny_data(), engine="compiled", **options)
+    same(one, other, 0.0)
 
 
 def test_it_is_written_if_it_is_used() -> None:

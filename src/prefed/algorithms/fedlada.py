@@ -1,6 +1,5 @@
 from dataclasses import dataclass
 
-import torch
 from pydantic import PositiveFloat
 from torch import Tensor
 
@@ -66,7 +65,7 @@ class AmendedAMSGrad(Rule):
         m, v, v_max = state["m"], state["v"], state["v_max"]
         m.lerp_(g, 1 - self.beta1)
         accumulate(v, g, self.beta2, "ema")
-        torch.maximum(v_max, v, out=v_max)
+        v_max.clamp_(min=v)
         w.addcdiv_(m, v_max.sqrt(), value=-lr * self.alpha)
         w.add_(state[DIRECTION], alpha=-lr * (1 - self.alpha))
 

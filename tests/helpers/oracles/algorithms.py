@@ -630,7 +630,8 @@ class Preconditioner:
         root = shapes.dense_root(
             p.ravel(), self.d, self.shape, self.tensors, self.options["blocks"]
         )
-        self.root = np.linalg.inv(root + damping(self.options, root) * np.eye(self.d))
+        damped = root + damping(self.options, root) * np.eye(self.d)
+        self.root = np.asarray(np.linalg.inv(damped), dtype=np.float64)
 
 
 def damping(options: Options, root: Array) -> float:

@@ -4,8 +4,8 @@ For long runs of small models. Compiling takes half a minute at the start of a r
 finds the kernels of an earlier run in its cache (TORCHINDUCTOR_CACHE_DIR). It needs a C++ compiler,
 and is off unless it is asked for: engine = "auto" does not try it.
 
-Models with BatchNorm or its like, clients with unequal batches, and step sizes that change with the
-round run as in the vectorised engine.
+Models with BatchNorm or its like, clients with unequal batches, step sizes that change with the
+round and tau_relative run as in the vectorised engine.
 """
 
 import shutil
@@ -121,6 +121,15 @@ class CompiledBlock(VectorisedBlock):
             warnings.warn(
                 "every new step size would have to be compiled; with a schedule for client_lr "
                 "clients train as in the vectorised engine",
+                EngineWarning,
+                stacklevel=2,
+            )
+            return False
+        rule = algorithm.client_rule()
+        if rule.elementwise and not rule.in_parts:
+            warnings.warn(
+                "torch's compiler fails where a mean over all weights stands in a step; with "
+                "tau_relative clients train as in the vectorised engine",
                 EngineWarning,
                 stacklevel=2,
             )
