@@ -4,6 +4,7 @@ from prefed import optim
 from prefed.algorithms import ALGORITHMS, Algorithm, average, derived, keep, reset
 from prefed.algorithms.adaalter import AdaAlter
 from prefed.algorithms.fedavg import FedAvg, FedAvgM
+from prefed.algorithms.fedmuon import FedMuon
 from prefed.algorithms.fednova import FedNova
 from prefed.algorithms.fedopt import FedAdagrad, FedAdam, FedYogi
 from prefed.algorithms.fedprox import FedProx
@@ -37,9 +38,9 @@ from prefed.training.settings import Settings
 __all__ = [
     "ALGORITHMS", "CODECS", "DATASETS", "ENGINES", "LOSSES", "METRICS", "MODELS", "RULES",
     "SCAFFOLD", "SPLITS", "AdaAlter", "Algorithm", "Callback", "CollapseWarning", "Diverged",
-    "EngineWarning", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedBN", "FedNova", "FedPer",
-    "FedProx", "FedRep", "FedYogi", "FederatedData", "Field", "Interrupted", "LocalAdam", "Pair",
-    "Partition", "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync", "PrefedError", "Rate", "Result",
-    "Rule", "Run", "Settings", "Simulation", "average", "derived", "keep", "load", "load_runs",
-    "optim", "reset", "schedule", "simulate", "to_pandas",
+    "EngineWarning", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedBN", "FedMuon", "FedNova",
+    "FedPer", "FedProx", "FedRep", "FedYogi", "FederatedData", "Field", "Interrupted", "LocalAdam",
+    "Pair", "Partition", "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync", "PrefedError", "Rate",
+    "Result", "Rule", "Run", "Settings", "Simulation", "average", "derived", "keep", "load",
+    "load_runs", "optim", "reset", "schedule", "simulate", "to_pandas",
 ]  # fmt: skip

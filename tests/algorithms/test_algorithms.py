@@ -26,6 +26,7 @@ def config(name: str, *changes: str) -> Any:
         "prefed": 0.01,
         "prefedlite": 0.01,
         "localadam": 0.01,
+        "fedmuon": 0.05,
     }
     return load(
         "digits-iid",
@@ -99,7 +100,7 @@ def test_state_has_the_declared_names_and_shapes(name: str) -> None:
     assert set(simulation.kept) == (took_part if keeps else set())
 
 
-VARYING = {"prefedlite"}
+VARYING = {"prefedlite", "fedmuon"}
 """Their messages are not a whole number of vectors: see test_exchange.py."""
 UPLOADS = {"adaalter": 2, "prefed": 3, "scaffold": 2, "prefedsync": STEPS + 2}
 

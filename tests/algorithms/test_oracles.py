@@ -85,6 +85,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "scaffold": grid(server_lr=[1.0, 0.5], client_momentum=[0.0, 0.7]),
     "fedprox": grid(mu=[0.0, 0.5], client_momentum=[0.0, 0.7]),
     "fednova": grid(client_momentum=[0.0, 0.7], server_momentum=[0.0, 0.5], server_lr=[1.0, 0.3]),
+    "fedmuon": [
+        *grid(momentum=["control", "average"], server_lr=[1.0, 0.5], beta=[0.95, 0.5]),
+        *grid(momentum=["control", "average"], iterations=[0, 2], adam_lr=[1.0]),
+    ],
     "pair": [
         {},
         FEDADA2,
@@ -105,6 +109,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
         DILOCO,
     ],
 }
+BY_TENSOR = {"fedmuon"}
+"""They treat matrices and vectors differently."""
 ALIGNED = grid(align=[0.3], align_form=["added", "mixed"], decoupled_weight_decay=[0.0, 0.1])
 ANY_CLIENT = [*grid(clip_norm=[None, 0.3], weight_decay=[0.0, 0.05])[1:], *ALIGNED]
 ALL = [(name, options) for name, cases in CASES.items() for options in cases]
@@ -152,7 +158,7 @@ def compare(
     defaults: dict[str, Any] = {}
     if "server_lr" not in options:
         defaults["server_lr"] = algorithm.server_lr
-    if "shape" in type(algorithm).model_fields:
+    if "shape" in type(algorithm).model_fields or name in BY_TENSOR:
         defaults["tensors"] = TENSORS
     trace = oracles.run(
         name,

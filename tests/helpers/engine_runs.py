@@ -18,6 +18,7 @@ RATES = {
     "prefed": 0.005,
     "prefedlite": 0.005,
     "localadam": 0.005,
+    "fedmuon": 0.02,
 }
 
 

@@ -50,6 +50,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"upload": "topk(0.1)", "P_codec": "log4", "P_every": 2},
         {"beta1": 0.0},
     ],
+    "fedmuon": [{"momentum": "average", "align": 0.5, "align_form": "mixed"}],
     "pair": [{"client": "adam", "server": {"name": "sgd", "momentum": 0.9, "nesterov": True},
               "share": {"m": "keep", "v": "average"}, "per_step": True}],
     "prefedopt": [{"step_with": "m", "bias_correction": True}, {"per_step": False}],

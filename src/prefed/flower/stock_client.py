@@ -284,7 +284,10 @@ class _Order:
 
     def _only_vectors(self, vector: Tensor) -> None:
         if tuple(vector.shape) != (self.server.size,):
-            raise PrefedError('shape="full" needs a model without frozen parameters')
+            raise PrefedError(
+                "state that is not one number for each weight needs a model without frozen "
+                "parameters, in the memory layout of the server's"
+            )
 
 
 class _Block(Block):
