@@ -9,6 +9,7 @@ from prefed.algorithms.fednova import FedNova
 from prefed.algorithms.fedopt import FedAdagrad, FedAdam, FedYogi
 from prefed.algorithms.fedprox import FedProx
 from prefed.algorithms.localadam import LocalAdam
+from prefed.algorithms.mimelite import MimeLite
 from prefed.algorithms.pair import Pair
 from prefed.algorithms.personal import FedBN, FedPer, FedRep
 from prefed.algorithms.prefed import PreFed
@@ -40,7 +41,7 @@ __all__ = [
     "SCAFFOLD", "SPLITS", "AdaAlter", "Algorithm", "Callback", "CollapseWarning", "Diverged",
     "EngineWarning", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedBN", "FedMuon", "FedNova",
     "FedPer", "FedProx", "FedRep", "FedYogi", "FederatedData", "Field", "Interrupted", "LocalAdam",
-    "Pair", "Partition", "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync", "PrefedError", "Rate",
-    "Result", "Rule", "Run", "Settings", "Simulation", "average", "derived", "keep", "load",
-    "load_runs", "optim", "reset", "schedule", "simulate", "to_pandas",
+    "MimeLite", "Pair", "Partition", "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync",
+    "PrefedError", "Rate", "Result", "Rule", "Run", "Settings", "Simulation", "average", "derived",
+    "keep", "load", "load_runs", "optim", "reset", "schedule", "simulate", "to_pandas",
 ]  # fmt: skip

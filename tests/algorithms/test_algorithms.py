@@ -27,6 +27,7 @@ def config(name: str, *changes: str) -> Any:
         "prefedlite": 0.01,
         "localadam": 0.01,
         "fedmuon": 0.05,
+        "mimelite": 1.0,
     }
     return load(
         "digits-iid",
@@ -102,7 +103,7 @@ def test_state_has_the_declared_names_and_shapes(name: str) -> None:
 
 VARYING = {"prefedlite", "fedmuon"}
 """Their messages are not a whole number of vectors: see test_exchange.py."""
-UPLOADS = {"adaalter": 2, "prefed": 3, "scaffold": 2, "prefedsync": STEPS + 2}
+UPLOADS = {"adaalter": 2, "prefed": 3, "scaffold": 2, "mimelite": 2, "prefedsync": STEPS + 2}
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in VARYING])

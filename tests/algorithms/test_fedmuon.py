@@ -29,7 +29,7 @@ def test_momenta_of_matrices_go_up_and_down() -> None:
 
 
 def trained(algorithm: prefed.Algorithm, model: nn.Module, **settings: Any) -> prefed.Result:
-    asked = {"rounds": 6, "local_steps": 3, "device": "cpu"} | settings
+    asked: dict[str, Any] = {"rounds": 6, "local_steps": 3, "device": "cpu"} | settings
     return prefed.simulate(algorithm, model, tiny_data(), **asked)
 
 
@@ -70,5 +70,5 @@ def test_personal_parts_are_refused() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
 def test_compiled_steps() -> None:
-    runs = [run("fedmuon", tiny_model(), name, rounds=2) for name in ("vectorised", "compiled")]
-    same(*runs, 1e-9)
+    one, other = (run("fedmuon", tiny_model(), e, rounds=2) for e in ("vectorised", "compiled"))
+    same(one, other, 1e-9)

@@ -89,6 +89,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
         *grid(momentum=["control", "average"], server_lr=[1.0, 0.5], beta=[0.95, 0.5]),
         *grid(momentum=["control", "average"], iterations=[0, 2], adam_lr=[1.0]),
     ],
+    "mimelite": [
+        *grid(beta1=[0.9, 0.0], server_lr=[1.0, 0.5]),
+        *grid(optimiser=["adam"], tau=[0.1, 1e-2], beta2=[0.99, 0.5]),
+    ],
     "pair": [
         {},
         FEDADA2,

@@ -37,6 +37,7 @@ VARIANTS = [
     ("prefedopt", ["shape=block", "refresh=3", "bias_correction=true"]),
     ("prefedopt", ["shape=full", "refresh=4"]),
     ("prefed", ["align=0.3", "momentum=derived"]),
+    ("mimelite", ["optimiser=adam", "tau=0.1"]),
     ("pair", ["client=adam", "server=yogi", "server_lr=0.01", "share={m='keep', v='average'}"]),
 ]
 

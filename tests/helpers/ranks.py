@@ -29,6 +29,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "fedavg+mean": {"engine": "vectorised", "clients_per_round": 5},
     "fednova": {"engine": "vectorised", "clients_per_round": 5, "local_epochs": 2},
     "prefedopt": {"engine": "sequential", "weighting": OWN, "local_epochs": 1},
+    "fedmuon": {"engine": "vectorised", "clients_per_round": 5},
+    "mimelite": {"engine": "sequential", "clients_per_round": 5, "weighting": "samples"},
     "pair+both": {"engine": "sequential", "clients_per_round": 5},
     "prefed+align": {"engine": "vectorised", "clients_per_round": 4, "local_epochs": 1},
     "fedadam": {"engine": "sequential", "clients_per_round": 5, "client_dropout": 0.4, "quorum": 2},

@@ -51,6 +51,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"beta1": 0.0},
     ],
     "fedmuon": [{"momentum": "average", "align": 0.5, "align_form": "mixed"}],
+    "mimelite": [{"optimiser": "adam", "clip_norm": 1.0, "weight_decay": 0.1}],
     "pair": [{"client": "adam", "server": {"name": "sgd", "momentum": 0.9, "nesterov": True},
               "share": {"m": "keep", "v": "average"}, "per_step": True}],
     "prefedopt": [{"step_with": "m", "bias_correction": True}, {"per_step": False}],
@@ -84,6 +85,9 @@ class MetaBlock(Block):
     def differentiate(self, k: int) -> Tensor:
         self.gradient = torch.empty_like(self.weights)
         return self.weights.new_empty(len(self.clients))
+
+    def other_gradient(self, kind: str, k: int) -> Tensor:
+        return torch.empty_like(self.weights)
 
     def state(self, name: str, field: Field) -> Tensor:
         return field.new(self.weights, len(self.clients))

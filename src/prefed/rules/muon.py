@@ -141,8 +141,8 @@ def orthogonal(M: Tensor, iterations: int) -> Tensor:
     norm."""
     a, b, c = NEWTON_SCHULZ
     tall = M.shape[-2] > M.shape[-1]
-    X = M.mT if tall else M
-    X = X / (torch.linalg.matrix_norm(X, keepdim=True) + 1e-7)
+    X: Tensor = M.mT if tall else M
+    X = X / (torch.linalg.matrix_norm(X, keepdim=True) + 1e-7)  # all below one
     for _ in range(iterations):
         A = X @ X.mT
         X = a * X + (b * A + c * A @ A) @ X

@@ -26,6 +26,7 @@ from prefed.training.identity import identity
 from prefed.training.messages import mean_steps
 from prefed.training.metrics import Metrics
 from prefed.training.observers import Callback, Observers
+from prefed.training.other_gradients import check_other
 from prefed.training.ranks import make_trainer
 from prefed.training.result import Result
 from prefed.training.round import (
@@ -96,6 +97,7 @@ class Run:
             self.task.check(data)
             check_sharing(algorithm, flat.shared)
             check_personal(algorithm, flat)
+            check_other(algorithm, self.task, data)
             check_in_place(algorithm, flat, settings.steps(len(data.client(0))))
         self._evaluation_threads = threads_for(
             self.task.evaluation_batch * self.task.operations(data)

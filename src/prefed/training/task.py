@@ -132,14 +132,14 @@ class Task:
             output = tensor_of(self.flat.module(x))
         return output.to(self.flat.weights.dtype) if self.precision == "bfloat16" else output
 
-    def gradient(self, x: Tensor, y: Tensor, seed: int) -> Tensor:
-        """The loss of a batch; its gradient goes into `flat.gradient`."""
+    def gradient(self, x: Tensor, y: Tensor, seed: int, loss: Loss | None = None) -> Tensor:
+        """The loss of a batch (another, if it is given); its gradient goes into `flat.gradient`."""
         self.flat.gradient.zero_()
         with self.seeded(seed):
             output = self.forward(x)
-        loss = self.loss(output, y.to(self.device))
-        loss.backward()
-        return loss.detach()
+        found = (loss or self.loss)(output, y.to(self.device))
+        found.backward()
+        return found.detach()
 
     @torch.no_grad()
     def evaluate(

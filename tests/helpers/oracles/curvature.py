@@ -139,9 +139,59 @@ class FedMuon(Algorithm):
         return w + self.server_lr(t) * delta, loss
 
 
+# ---------------------------------------------------------------------------------------------
+# MimeLite
+# ---------------------------------------------------------------------------------------------
+
+
+class MimeLite(Algorithm):
+    """Karimireddy et al. 2020, algorithm 1 without control variates, and the table of base
+    optimisers: U steps with the server's statistics s, V updates s once a round."""
+
+    def start(self) -> None:
+        """Start at m = 0 and, for Adam, v = 0."""
+        self.shared["m"] = np.zeros(self.d)
+        if self.options["optimiser"] == "adam":
+            self.shared["v"] = np.zeros(self.d)
+
+    def u(self, y: Array, g: Array, eta: float) -> Array:
+        """Give the weights after a step: the statistics stay."""
+        beta = self.options["beta1"]
+        direction = (1 - beta) * g + beta * self.shared["m"]
+        if "v" in self.shared:
+            direction = direction / (self.options["tau"] + np.sqrt(self.shared["v"]))
+        return np.asarray(y - eta * direction)
+
+    def v(self, g: Array) -> None:
+        """Update the statistics with the mean of the full local gradients."""
+        beta1, beta2 = self.options["beta1"], self.options["beta2"]
+        self.shared["m"] = (1 - beta1) * g + beta1 * self.shared["m"]
+        if "v" in self.shared:
+            self.shared["v"] = (1 - beta2) * g**2 + beta2 * self.shared["v"]
+
+    def round(self, t: int, w: Array, cohort: Sequence[int]) -> tuple[Array, float]:
+        """Local steps by U, then V, then the mean of the weights."""
+        deltas, full, losses = [], [], []
+        for i in cohort:
+            y_i, loss_i = w.copy(), 0.0
+            for x, labels in self.task.local_data(t, i):
+                loss, g = self.task.gradient(y_i, x, labels)
+                loss_i += loss / self.task.count(t, i)
+                after = self.u(self.decayed(t, y_i), g, self.client_lr(t))
+                y_i = self.aligned(t, i, y_i, after)
+            full.append(self.task.gradient(w, *self.task.clients[i])[1])
+            deltas.append(y_i - w)
+            losses.append(loss_i)
+        self.v(self.task.mean(cohort, full))
+        self.mean_change = delta = self.task.mean(cohort, deltas)
+        return w + self.server_lr(t) * delta, self.task.mean(cohort, losses)
+
+
 CHOICES["momentum"] += ("control",)
-ALGORITHMS |= {"fedmuon": FedMuon}
+CHOICES["optimiser"] = ("momentum", "adam")
+ALGORITHMS |= {"fedmuon": FedMuon, "mimelite": MimeLite}
 DEFAULTS |= {
+    "mimelite": {"optimiser": "momentum", "beta1": 0.9, "beta2": 0.99, "tau": 1e-3},
     "fedmuon": {
         "momentum": "control", "beta": 0.95, "iterations": 5, "adam_lr": 0.1, "tensors": None,
     },

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 from torch import Tensor
 from torch.func import functional_call, vmap
@@ -13,7 +14,7 @@ from prefed.training.engines import linear_chains
 from prefed.training.keyed_dropout import KeyedDropout
 from prefed.training.task import Loss, Task
 
-Losses = Callable[[State, State, Tensor, Tensor, Tensor], Tensor]
+Losses = Callable[[State, State, Tensor, Any, Tensor], Tensor]
 """(parameters, buffers, x, y, keys of dropout), each with a row a client -> losses (C)."""
 
 
@@ -39,7 +40,8 @@ def gradients_of(task: Task) -> linear_chains.Differentiate | None:
     return lambda weights, into, x, y: differentiate(weights, into, prepare(x), y)
 
 
-def by_vmap(task: Task) -> Losses:
+def by_vmap(task: Task, loss: Callable[[Tensor, Any], Tensor] | None = None) -> Losses:
+    """loss   another than that of the task, of the output and of what stands in the place of y"""
     caught = task.randomness == "dropout" or task.attends
 
     def one(weights: State, buffers: State, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
@@ -47,7 +49,7 @@ def by_vmap(task: Task) -> Losses:
             x = task.transform(x)
         with KeyedDropout(key, plain=True) if caught else nullcontext():
             output = functional_call(task.flat.module, {**weights, **buffers}, (x,))
-        return task.loss(tensor_of(output), y)
+        return (loss or task.loss)(tensor_of(output), y)
 
     mapped: Losses = vmap(one)
     return mapped

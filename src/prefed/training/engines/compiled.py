@@ -4,8 +4,8 @@ For long runs of small models. Compiling takes half a minute at the start of a r
 finds the kernels of an earlier run in its cache (TORCHINDUCTOR_CACHE_DIR). It needs a C++ compiler,
 and is off unless it is asked for: engine = "auto" does not try it.
 
-Models with BatchNorm or its like, clients with unequal batches, and step sizes that change with the
-round run as in the vectorised engine.
+Models with BatchNorm or its like, clients with unequal batches, step sizes that change with the
+round, and rules that need another gradient run as in the vectorised engine.
 """
 
 import shutil
@@ -119,6 +119,14 @@ class CompiledBlock(VectorisedBlock):
             warnings.warn(
                 "every new step size would have to be compiled; with a schedule for client_lr "
                 "clients train as in the vectorised engine",
+                EngineWarning,
+                stacklevel=2,
+            )
+            return False
+        if algorithm.client_rule().other(0) is not None:
+            warnings.warn(
+                f"{type(algorithm).__name__} needs more than one gradient in a step; its clients "
+                f"train as in the vectorised engine",
                 EngineWarning,
                 stacklevel=2,
             )

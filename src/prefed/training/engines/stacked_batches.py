@@ -99,19 +99,25 @@ def gather(
             for start in range(0, len(clients), most)
         ]
     augment = data.augment
-    batches = [Batches(data.client(c), c, round, settings, augment, device) for c in clients]
     if size is not None or augment is not None:
+        batches = [Batches(data.client(c), c, round, settings, augment, device) for c in clients]
         return [Unequal(batches)]
+    return [*whole_batches(data, clients, most, device)]
+
+
+def whole_batches(
+    data: FederatedData, clients: Sequence[int], most: int, device: torch.device
+) -> Iterator[Group]:
+    """All samples of each client, in groups of at most `most` clients with equally many."""
+    samples = [data.client(client) for client in clients]
     alike: dict[int, list[int]] = {}
-    for row, of_one in enumerate(batches):
-        alike.setdefault(len(of_one.samples), []).append(row)
-    groups: list[Stack] = []
+    for row, of_one in enumerate(samples):
+        alike.setdefault(len(of_one), []).append(row)
     for members in alike.values():
         for start in range(0, len(members), most):
             part = members[start : start + most]
-            xs, ys = zip(*(batches[row][0] for row in part), strict=True)
-            groups.append(Group(_rows(part), torch.stack(xs), torch.stack(ys)))
-    return groups
+            xs, ys = zip(*(samples[row].all() for row in part), strict=True)
+            yield Group(_rows(part), torch.stack(xs).to(device), torch.stack(ys).to(device))
 
 
 def _are_equal(data: FederatedData, clients: Sequence[int], settings: Settings) -> bool:
