@@ -7,6 +7,7 @@ from prefed.algorithms.fedavg import FedAvg, FedAvgM
 from prefed.algorithms.fedmuon import FedMuon
 from prefed.algorithms.fednova import FedNova
 from prefed.algorithms.fedopt import FedAdagrad, FedAdam, FedYogi
+from prefed.algorithms.fedpac import FedPAC
 from prefed.algorithms.fedprox import FedProx
 from prefed.algorithms.localadam import LocalAdam
 from prefed.algorithms.mimelite import MimeLite
@@ -40,8 +41,8 @@ __all__ = [
     "ALGORITHMS", "CODECS", "DATASETS", "ENGINES", "LOSSES", "METRICS", "MODELS", "RULES",
     "SCAFFOLD", "SPLITS", "AdaAlter", "Algorithm", "Callback", "CollapseWarning", "Diverged",
     "EngineWarning", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedBN", "FedMuon", "FedNova",
-    "FedPer", "FedProx", "FedRep", "FedYogi", "FederatedData", "Field", "Interrupted", "LocalAdam",
-    "MimeLite", "Pair", "Partition", "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync",
+    "FedPAC", "FedPer", "FedProx", "FedRep", "FedYogi", "FederatedData", "Field", "Interrupted",
+    "LocalAdam", "MimeLite", "Pair", "Partition", "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync",
     "PrefedError", "Rate", "Result", "Rule", "Run", "Settings", "Simulation", "average", "derived",
     "keep", "load", "load_runs", "optim", "reset", "schedule", "simulate", "to_pandas",
 ]  # fmt: skip

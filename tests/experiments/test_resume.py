@@ -37,6 +37,9 @@ VARIANTS = [
     ("prefedopt", ["shape=block", "refresh=3", "bias_correction=true"]),
     ("prefedopt", ["shape=full", "refresh=4"]),
     ("prefed", ["align=0.3", "momentum=derived"]),
+    ("fedpac", ["rule=sophia"]),
+    ("pair", ["client.name=soap", "client.refresh=2", "client_lr=0.01", "share={P='keep'}"]),
+    ("pair", ["server.name=soap", "server.refresh=2", "server_lr=0.01"]),
     ("mimelite", ["optimiser=adam", "tau=0.1"]),
     ("pair", ["client=adam", "server=yogi", "server_lr=0.01", "share={m='keep', v='average'}"]),
 ]

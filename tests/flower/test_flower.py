@@ -39,6 +39,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"name": "prefed", "P_every": 3, "momentum": "derived", "aggregate": "sqrtP"},
     {"name": "prefed", "shape": "kronecker", "refresh": 2},
     {"name": "fedavg", "align": 0.3},
+    {"name": "fedpac", "rule": "sophia"},
     {"name": "mimelite", "optimiser": "adam"},
     {"name": "fedmuon", "momentum": "average", "align": 0.5, "align_form": "mixed"},
     {"name": "pair", "client": {"name": "adam", "bias_correction": True}, "server": "yogi",

@@ -19,6 +19,7 @@ RATES = {
     "prefedlite": 0.005,
     "localadam": 0.005,
     "fedmuon": 0.02,
+    "fedpac": 0.005,
 }
 
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.helpers.problems import SIZES
+
 from .algorithms import ALGORITHMS, CHOICES, DEFAULTS, Algorithm, Array
+from .problem import unpack
 
 
 class Layer:
@@ -187,11 +190,151 @@ class MimeLite(Algorithm):
         return w + self.server_lr(t) * delta, self.task.mean(cohort, losses)
 
 
+# ---------------------------------------------------------------------------------------------
+# FedPAC: SOAP, Sophia and Muon with averaged preconditioners
+# ---------------------------------------------------------------------------------------------
+
+
+class SOAPClient:
+    """Vyas et al. 2024, algorithm 3, for each matrix; vectors by Adam.
+
+    The eigenvectors are those of L and R before the step, computed anew in every f-th; as long as
+    there has been no gradient they are the identity.
+    """
+
+    def __init__(self, shapes: Sequence[Layer], P: Array, o: dict[str, Any]) -> None:
+        self.layers, self.o, self.steps = shapes, o, 0
+        self.adam = [Adam(o["beta1"], o["beta2"], o["tau"]) for _ in shapes]
+        self.factors: list[list[Array]] = []
+        at = 0
+        for layer in shapes:
+            found = []
+            for n in layer.shape if layer.is_matrix else ():
+                if n <= o["largest_side"]:
+                    found.append(P[at : at + n * n].reshape(n, n))
+                    at += n * n
+                else:
+                    found.append(np.zeros((0, 0)))
+            self.factors.append(found)
+        self.bases: list[list[Array]] = []
+
+    @property
+    def state(self) -> Array:
+        """All factors that there are."""
+        return np.concatenate([f.ravel() for of_one in self.factors for f in of_one])
+
+    @staticmethod
+    def eigenvectors(factor: Array, n: int) -> Array:
+        """Of one factor; the identity if it is zero or if there is none."""
+        return np.linalg.eigh(factor)[1] if factor.any() else np.eye(n)
+
+    def direction(self, g: Array) -> Array:
+        """What a step moves along."""
+        if self.steps % self.o["refresh"] == 0:
+            self.bases = [
+                [self.eigenvectors(f, n) for f, n in zip(of_one, layer.shape, strict=False)]
+                for of_one, layer in zip(self.factors, self.layers, strict=True)
+            ]
+        self.steps += 1
+        found, beta2 = np.zeros_like(g), self.o["beta2"]
+        beta1, t = self.o["beta1"], self.steps
+        for number, layer in enumerate(self.layers):
+            adam, part = self.adam[number], g[layer.slice]
+            if not layer.is_matrix:
+                found[layer.slice] = adam.direction(part)
+                continue
+            G, (QL, QR) = part.reshape(layer.shape), self.bases[number]
+            turned = QL.T @ G @ QR
+            adam.m = beta1 * adam.m + (1 - beta1) * G
+            adam.v = beta2 * adam.v + (1 - beta2) * turned**2
+            m_hat = (QL.T @ adam.m @ QR) / (1 - beta1**t)
+            v_hat = adam.v / (1 - beta2**t)
+            found[layer.slice] = (QL @ (m_hat / (np.sqrt(v_hat) + self.o["tau"])) @ QR.T).ravel()
+            L, R = self.factors[number]
+            if L.size:
+                self.factors[number][0] = beta2 * L + (1 - beta2) * G @ G.T
+            if R.size:
+                self.factors[number][1] = beta2 * R + (1 - beta2) * G.T @ G
+        return found
+
+
+class FedPAC(Algorithm):
+    """Liu et al. 2026: clients begin with the mean of the preconditioners, and their steps are
+    mixed with the global direction (the `align` of all algorithms here). Momenta begin at 0."""
+
+    def start(self) -> None:
+        """Start the preconditioners at 0."""
+        self.layers = [*layers(self.options["tensors"])]
+        given = self.options["rule"]
+        self.rule = {**RULES[given["name"]], **given}
+        sizes = [n for layer in self.layers if layer.is_matrix for n in layer.shape]
+        small = [n for n in sizes if n <= self.rule.get("largest_side", 0)]
+        self.name, size = {
+            "soap": ("P", sum(n * n for n in small)),
+            "sophia": ("h", self.d),
+            "adam": ("v", self.d),
+        }[given["name"]]
+        self.shared[self.name] = np.zeros(size)
+
+    def drawn(self, t: int, i: int, k: int, w: Array, x: Array) -> Array:
+        """The gradient of the batch with labels drawn from the softmax, by inverting its sum."""
+        w1, b1, w2, b2 = unpack(w, SIZES)
+        z = np.tanh(x @ w1.T + b1) @ w2.T + b2
+        p = np.exp(z - z.max(axis=1, keepdims=True))
+        p = p / p.sum(axis=1, keepdims=True)
+        u = self.options["uniform"](t, i, k, len(x))
+        labels = [int(np.searchsorted(np.cumsum(row)[:-1], u_n, side="right"))
+                  for row, u_n in zip(p, u, strict=True)]  # fmt: skip
+        return self.task.grad(w, x, np.array(labels))[1]
+
+    def client(self, t: int, w: Array, i: int) -> tuple[Array, Array, float]:
+        """The steps of client i: its weights, its preconditioner and its loss."""
+        lr, o = self.client_lr(t), self.rule
+        soap = SOAPClient(self.layers, self.shared["P"], o) if o["name"] == "soap" else None
+        adam = Adam(o["beta1"], o["beta2"], o["tau"])
+        m, state = np.zeros(self.d), self.shared[self.name]
+        w_i, loss_i = w.copy(), 0.0
+        for k, (x, y) in enumerate(self.task.local_data(t, i)):
+            loss, g = self.task.gradient(w_i, x, y)
+            loss_i += loss / self.task.count(t, i)
+            if soap is not None:
+                direction = soap.direction(g)
+                state = soap.state
+            elif o["name"] == "sophia":
+                m = o["beta1"] * m + (1 - o["beta1"]) * g
+                if k % o["refresh"] == 0:
+                    estimate = len(x) * self.drawn(t, i, k, w_i, x) ** 2
+                    state = o["beta2"] * state + (1 - o["beta2"]) * estimate
+                direction = np.clip(m / np.maximum(o["gamma"] * state, o["tau"]), -1, 1)
+            else:
+                adam.m = o["beta1"] * adam.m + (1 - o["beta1"]) * g
+                state = o["beta2"] * state + (1 - o["beta2"]) * g**2
+                direction = adam.m / (np.sqrt(state) + o["tau"])
+            w_i = self.aligned(t, i, w_i, self.decayed(t, w_i) - lr * direction)
+        return w_i, state, loss_i
+
+    def round(self, t: int, w: Array, cohort: Sequence[int]) -> tuple[Array, float]:
+        """All clients, then the means of weights and preconditioners."""
+        ends = [self.client(t, w, i) for i in cohort]
+        self.shared[self.name] = self.task.mean(cohort, [end[1] for end in ends])
+        self.mean_change = delta = self.task.mean(cohort, [end[0] - w for end in ends])
+        return w + self.server_lr(t) * delta, self.task.mean(cohort, [end[2] for end in ends])
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "soap": {"beta1": 0.95, "beta2": 0.95, "tau": 1e-8, "refresh": 10, "largest_side": 256},
+    "sophia": {"beta1": 0.96, "beta2": 0.99, "tau": 1e-12, "refresh": 10, "gamma": 0.05},
+    "adam": {"beta1": 0.9, "beta2": 0.99, "tau": 1e-3},
+}
 CHOICES["momentum"] += ("control",)
 CHOICES["optimiser"] = ("momentum", "adam")
-ALGORITHMS |= {"fedmuon": FedMuon, "mimelite": MimeLite}
+ALGORITHMS |= {"fedmuon": FedMuon, "mimelite": MimeLite, "fedpac": FedPAC}
 DEFAULTS |= {
     "mimelite": {"optimiser": "momentum", "beta1": 0.9, "beta2": 0.99, "tau": 1e-3},
+    "fedpac": {
+        "rule": {"name": "soap"}, "align": 0.5, "align_form": "mixed", "tensors": None,
+        "uniform": None,
+    },
     "fedmuon": {
         "momentum": "control", "beta": 0.95, "iterations": 5, "adam_lr": 0.1, "tensors": None,
     },
