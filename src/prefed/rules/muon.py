@@ -68,7 +68,7 @@ class Muon(Rule):
     beta2: Fraction = 0.95
     tau: PositiveFloat = 1e-10
 
-    layout: Layout | None = field(default=None, init=False)
+    layout: Layout | None = field(default=None, init=False, repr=False)
     """Known after `fit`."""
 
     def fit(self, layout: Layout) -> Self:

@@ -76,7 +76,7 @@ class SOAP(Rule):
     refresh: PositiveInt = 10
     largest_side: PositiveInt = 256
 
-    layout: Layout | None = field(default=None, init=False)
+    layout: Layout | None = field(default=None, init=False, repr=False)
     """Known after `fit`."""
 
     def fit(self, layout: Layout) -> Self:
