@@ -68,6 +68,7 @@ def test_personal_parts_are_refused() -> None:
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
 def test_compiled_steps() -> None:
     one, other = (run("fedmuon", tiny_model(), e, rounds=2) for e in ("vectorised", "compiled"))
