@@ -8,11 +8,14 @@ from prefed.algorithms.fedavg import FedAvg, FedAvgM
 from prefed.algorithms.fedcm import FedCM
 from prefed.algorithms.fedlada import FedLADA
 from prefed.algorithms.fedlion import FedLion
+from prefed.algorithms.fedmuon import FedMuon
 from prefed.algorithms.fednova import FedNova
 from prefed.algorithms.fedopt import FedAdagrad, FedAdam, FedYogi
+from prefed.algorithms.fedpac import FedPAC
 from prefed.algorithms.fedpm import FedPM
 from prefed.algorithms.fedprox import FedProx
 from prefed.algorithms.localadam import LocalAdam
+from prefed.algorithms.mimelite import MimeLite
 from prefed.algorithms.pair import Pair
 from prefed.algorithms.personal import FedBN, FedPer, FedRep
 from prefed.algorithms.prefed import PreFed
@@ -49,9 +52,9 @@ __all__ = [
     "MODELS", "RULES", "SCAFFOLD", "SPLITS", "AdaAlter", "AdaptiveClip", "Algorithm",
     "Asynchronous", "Callback", "CollapseWarning", "Devices", "Diverged", "EngineWarning",
     "FedAdagrad", "FedAdam", "FedAdamW", "FedAvg", "FedAvgM", "FedBN", "FedCM", "FedLADA",
-    "FedLion", "FedNova", "FedPM", "FedPer", "FedProx", "FedRep", "FedYogi", "FederatedData",
-    "Field", "Interrupted", "LocalAdam", "Pair", "Partition", "PreFed", "PreFedLite", "PreFedOpt",
-    "PreFedSync", "PrefedError", "Privacy", "Rate", "Result", "Rule", "Run", "Settings",
-    "Simulation", "average", "derived", "keep", "load", "load_runs", "optim", "reset", "schedule",
-    "simulate", "to_pandas",
+    "FedLion", "FedMuon", "FedNova", "FedPAC", "FedPM", "FedPer", "FedProx", "FedRep", "FedYogi",
+    "FederatedData", "Field", "Interrupted", "LocalAdam", "MimeLite", "Pair", "Partition",
+    "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync", "PrefedError", "Privacy", "Rate", "Result",
+    "Rule", "Run", "Settings", "Simulation", "average", "derived", "keep", "load", "load_runs",
+    "optim", "reset", "schedule", "simulate", "to_pandas",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 
 import prefed
 from prefed.experiments.config import algorithms_of, load
+from prefed.rules.wrapped import MEAN_CHANGE
 from prefed.training.round import policy
 from tests.helpers.device import DEVICE
 
@@ -31,6 +32,9 @@ def config(name: str, *changes: str) -> Any:
         "fedadamw": 0.01,
         "fedlion": 0.003,
         "fedpm": 0.01,
+        "fedmuon": 0.05,
+        "mimelite": 1.0,
+        "fedpac": 0.01,
     }
     return load(
         "digits-iid",
@@ -94,19 +98,20 @@ def test_state_has_the_declared_names_and_shapes(name: str) -> None:
         n: tuple(v.shape) for n, v in server.optimiser.items()
     }
     for kinds, held in (
-        ({"average", "derived"}, server.shared),
+        ({"average", "derived"}, {n: v for n, v in server.shared.items() if n != MEAN_CHANGE}),
         ({"keep"}, {n: v for n, v in first.items() if n not in personal}),
     ):
         declared = {n: f.shape for n, f in client.items() if policy(algorithm, n).kind in kinds}
         assert declared == {n: tuple(v.shape) for n, v in held.items()}
+    assert (MEAN_CHANGE in server.shared) == (algorithm.align > 0)
     took_part = {c for record in simulation.history for c in record["cohort"]}
     keeps = personal or any(policy(algorithm, n).kind == "keep" for n in client)
     assert set(simulation.kept) == (took_part if keeps else set())
 
 
-VARYING = {"prefedlite", "fedadamw"}
-"""Their messages are not a whole number of vectors: see test_exchange.py."""
-UPLOADS = {"adaalter": 2, "prefed": 3, "scaffold": 2, "prefedsync": STEPS + 2}
+VARYING = {"prefedlite", "fedadamw", "fedmuon", "fedpac"}
+"""Their messages are not a whole number of vectors: see test_exchange.py and their own tests."""
+UPLOADS = {"adaalter": 2, "prefed": 3, "scaffold": 2, "mimelite": 2, "prefedsync": STEPS + 2}
 UPLOADS |= {"fedlada": 2, "fedlion": 2, "fedpm": 3}
 ONLY_DOWN = {"fedcm": 1, "fedlada": 1}
 """Vectors that come down and never go up."""

@@ -85,6 +85,26 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "scaffold": grid(server_lr=[1.0, 0.5], client_momentum=[0.0, 0.7]),
     "fedprox": grid(mu=[0.0, 0.5], client_momentum=[0.0, 0.7]),
     "fednova": grid(client_momentum=[0.0, 0.7], server_momentum=[0.0, 0.5], server_lr=[1.0, 0.3]),
+    "fedmuon": [
+        *grid(momentum=["control", "average"], server_lr=[1.0, 0.5], beta=[0.95, 0.5]),
+        *grid(momentum=["control", "average"], iterations=[0, 2], adam_lr=[1.0]),
+    ],
+    "mimelite": [
+        *grid(beta1=[0.9, 0.0], server_lr=[1.0, 0.5]),
+        *grid(optimiser=["adam"], tau=[0.1, 1e-2], beta2=[0.99, 0.5]),
+    ],
+    "fedpac": [
+        *(
+            {"rule": {"name": "soap", "tau": 1e-3, **options}, "client_lr": 0.02}
+            for options in grid(refresh=[3, 10], largest_side=[256, 4], beta2=[0.95, 0.8])
+        ),
+        *(
+            {"rule": {"name": "sophia", **options}, "client_lr": 0.02}
+            for options in grid(refresh=[1, 2, 10], gamma=[0.05, 5.0], tau=[1e-12, 0.1])
+        ),
+        *grid(rule=[{"name": "adam"}], server_lr=[1.0, 0.5]),
+        *grid(rule=[{"name": "sophia", "gamma": 1.0}], align=[0.0, 0.9]),
+    ],
     "pair": [
         {},
         FEDADA2,
@@ -140,11 +160,16 @@ CASES |= {
         {"shape": "full", "tau_relative": 0.2, "accumulate": "sum"},
     ],
 }
+FIRST_CASE = {"prefedlite", "fedpac"}
+"""Not with their defaults: of codecs; and of SOAP's tau, 1e-8, over which a step of rounding errors
+goes where the gradient is 0, as it is along equal scores of all classes."""
+BY_TENSOR = {"fedmuon", "fedpac"}
+"""They treat matrices and vectors differently."""
 ALIGNED = grid(align=[0.3], align_form=["added", "mixed"], decoupled_weight_decay=[0.0, 0.1])
 ANY_CLIENT = [*grid(clip_norm=[None, 0.3], weight_decay=[0.0, 0.05])[1:], *ALIGNED]
 ALL = [(name, options) for name, cases in CASES.items() for options in cases]
 ALL += [
-    (name, {**options, **(cases[0] if name == "prefedlite" else {})})
+    (name, {**options, **(cases[0] if name in FIRST_CASE else {})})
     for name, cases in CASES.items()
     for options in ANY_CLIENT
 ]
@@ -187,8 +212,10 @@ def compare(
     defaults: dict[str, Any] = {}
     if "server_lr" not in options:
         defaults["server_lr"] = algorithm.server_lr
-    if {"shape", "means"} & type(algorithm).model_fields.keys():
+    if {"shape", "means"} & type(algorithm).model_fields.keys() or name in BY_TENSOR:
         defaults["tensors"] = TENSORS
+    if name == "fedpac":
+        defaults["uniform"] = lambda t, i, k, n: draws.generator(3, "labels", t, i, k).random(n)
     trace = oracles.run(
         name,
         {**options, **defaults},
@@ -269,7 +296,7 @@ def test_local_epochs(name: str, steps: dict[str, Any]) -> None:
     """Clients of 4 to 15 samples, in batches of 5: unequally many steps, and short batches."""
     cases = {"prefed": CASES["prefed"]}.get(name, [CASES[name][0], CASES[name][-1]])
     derived = [case for case in cases if case.get("momentum") == "derived"][:2]
-    exact = cases[0] if name == "prefedlite" else {}
+    exact = cases[0] if name in FIRST_CASE else {}
     aligned = [{**options, **case} for options in ALIGNED[::3] for case in (exact, *derived)]
     for options in (*derived, *aligned, cases[0], cases[-1]):
         for weighting in ("uniform", "samples"):

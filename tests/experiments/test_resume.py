@@ -39,6 +39,10 @@ VARIANTS = [
     ("prefed", ["align=0.3", "momentum=derived"]),
     ("pair", ["client=adam", "share={v={kind='average', every=3, between='keep'}}"]),
     ("prefedopt", ["tau_relative=0.1"]),
+    ("fedpac", ["rule=sophia"]),
+    ("pair", ["client.name=soap", "client.refresh=2", "client_lr=0.01", "share={P='keep'}"]),
+    ("pair", ["server.name=soap", "server.refresh=2", "server_lr=0.01"]),
+    ("mimelite", ["optimiser=adam", "tau=0.1"]),
     ("pair", ["client=adam", "server=yogi", "server_lr=0.01", "share={m='keep', v='average'}"]),
 ]
 

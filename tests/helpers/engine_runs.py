@@ -18,6 +18,8 @@ RATES = {
     "prefed": 0.005,
     "prefedlite": 0.005,
     "localadam": 0.005,
+    "fedmuon": 0.02,
+    "fedpac": 0.005,
 }
 
 

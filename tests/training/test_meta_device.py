@@ -35,8 +35,9 @@ VALUES = {
     "full": "eigendecompositions look at values",
     "block": "eigendecompositions look at values",
     "kronecker": "eigendecompositions look at values",
+    "soap": "eigendecompositions look at values",
 }
-"""Shapes of the covariance that are left out, and why."""
+"""Shapes of the covariance, and a rule, that are left out, and why."""
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "fedadam": [{"bias_correction": True, "tau_inside": True}],
     "fedyogi": [{"bias_correction": True}],
@@ -51,6 +52,9 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"beta1": 0.0},
         {"tau_relative": 0.1, "momentum": "derived", "bias_correction": True},
     ],
+    "fedmuon": [{"momentum": "average", "align": 0.5, "align_form": "mixed"}],
+    "fedpac": [{"rule": "sophia"}, {"rule": "muon", "align_form": "added"}],
+    "mimelite": [{"optimiser": "adam", "clip_norm": 1.0, "weight_decay": 0.1}],
     "pair": [{"client": "adam", "server": {"name": "sgd", "momentum": 0.9, "nesterov": True},
               "share": {"m": "keep", "v": "average"}, "per_step": True}],
     "prefedopt": [{"step_with": "m", "bias_correction": True}, {"per_step": False},
@@ -58,6 +62,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "fedadamw": [{"means": means} for means in ("row", "whole")],
 }  # fmt: skip
 CASES = [(n, o) for n in prefed.ALGORITHMS.names() for o in [{}, *OPTIONS.get(n, [])]]
+CASES.remove(("fedpac", {}))  # with SOAP
 
 
 class OnMeta(TorchDispatchMode):
@@ -86,6 +91,9 @@ class MetaBlock(Block):
     def differentiate(self, k: int) -> Tensor:
         self.gradient = torch.empty_like(self.weights)
         return self.weights.new_empty(len(self.clients))
+
+    def other_gradient(self, kind: str, k: int) -> Tensor:
+        return torch.empty_like(self.weights)
 
     def state(self, name: str, field: Field) -> Tensor:
         return field.new(self.weights, len(self.clients))

@@ -53,6 +53,8 @@ RuleOption = Annotated[
 """A rule, the name of one, or a table with its name and options."""
 PolicyOption = Annotated[Policy, BeforeValidator(_policy), PlainSerializer(_written)]
 """A policy, its kind alone, or a table of what it is."""
+SMALL = Layout.of([("matrix", torch.zeros(1, 1)), ("vector", torch.zeros(1))])
+"""A model with all that a rule may have state for."""
 
 
 @ALGORITHMS.register("pair")
@@ -80,7 +82,7 @@ class Pair(Algorithm):
     @classmethod
     def _fits(cls, share: dict[str, Policy], info: ValidationInfo) -> dict[str, Policy]:
         client = info.data.get("client")
-        fields = client.fields(Layout.of([("w", torch.zeros(1))])) if client else share
+        fields = client.fields(SMALL) if client else share
         for name, policy in share.items():
             if name not in fields:
                 state = ", ".join(fields) or "none"

@@ -1,9 +1,9 @@
 """Sharing policies: what happens to a piece of client state at the end of a round."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, PositiveInt
+from pydantic import ConfigDict, Field, PositiveInt
 
 from prefed.codecs import CodecName
 
@@ -11,13 +11,15 @@ ALWAYS = 2
 """In the first two rounds everything that is averaged is sent: the server begins with zero, which
 is no preconditioner, and the mean after one round still depends on it."""
 
+Share = Annotated[float, Field(gt=0, le=1)]
+
 
 @dataclass(frozen=True)
 class Policy:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     kind: Literal["reset", "keep", "average", "derived"]
-    follow: Literal["mean", "participation"] = "mean"
+    follow: Literal["mean", "participation"] | Share = "mean"
     codec: CodecName = "exact"
     every: PositiveInt = 1
     between: Literal["server", "keep"] = "server"
@@ -37,6 +39,13 @@ class Policy:
         """Of what a client keeps between: whether what it has from the round `last` is newer, in
         this round, than the server's copy. Otherwise an average has been due since."""
         return last // self.every == round // self.every
+
+    def share(self, participation: float) -> float:
+        """By how much the server's copy moves towards the mean of a cohort that is such a share of
+        all clients."""
+        if self.follow == "participation":
+            return participation
+        return 1.0 if self.follow == "mean" else self.follow
 
     def in_rounds(self, every: int) -> "Policy":
         """The same, sent only in rounds whose number is a multiple of `every`."""
@@ -60,7 +69,7 @@ def keep() -> Policy:
 
 def average(
     *,
-    follow: Literal["mean", "participation"] = "mean",
+    follow: Literal["mean", "participation"] | float = "mean",
     codec: str = "exact",
     every: int = 1,
     between: Literal["server", "keep"] = "server",
@@ -68,7 +77,8 @@ def average(
     """Goes up to the server with the weights, is averaged, and comes down to the next cohort.
 
     The server's copy becomes the mean of the cohort, or, with follow="participation", moves
-    towards it by the cohort's share of all clients (SCAFFOLD: each client speaks for itself).
+    towards it by the cohort's share of all clients (SCAFFOLD: each client speaks for itself), or by
+    a share that is given: then it is a moving average over rounds (MimeLite).
 
     codec: how it is written into the message (prefed.codecs).
 

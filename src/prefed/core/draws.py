@@ -90,6 +90,13 @@ def held_out(seed: int, client: int, samples: int, share: float) -> tuple[Number
     return np.sort(order[:cut]), np.sort(order[cut:])
 
 
+def uniform(
+    seed: int, purpose: str, round: int, client: int, step: int, shape: Sequence[int]
+) -> Tensor:
+    """Random numbers in [0, 1), as float64."""
+    return torch.from_numpy(generator(seed, purpose, round, client, step).random(tuple(shape)))
+
+
 def noise(seed: int, purpose: str, round: int, clients: Sequence[int], size: int) -> Tensor:
     """Random numbers of 16 bits for each client (C, size), as int16."""
     words = -(-size // 4)

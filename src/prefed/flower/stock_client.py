@@ -286,8 +286,9 @@ class _Order:
     def _only_vectors(self, vector: Tensor) -> None:
         if tuple(vector.shape) != (self.server.size,):
             raise PrefedError(
-                'state that is not a number for each weight (shape="full", the means of FedAdamW) '
-                "needs a model without frozen parameters"
+                'state that is not one number for each weight (shape="full", the means of '
+                "FedAdamW) needs a model without frozen parameters, in the memory layout of the "
+                "server's"
             )
 
 

@@ -148,6 +148,11 @@ class Strategy(FlowerStrategy):
         if not isinstance(algorithm, Algorithm):
             raise PrefedError(f"algorithm: should be an Algorithm, not {type(algorithm).__name__}")
         refuse_lockstep(algorithm)
+        if algorithm.client_rule().other(0) is not None:
+            raise PrefedError(
+                f"{type(algorithm).__name__}: its clients need more than the gradients of their "
+                f"steps, which a Flower app of one's own does not have: prefed deploy"
+            )
         codecs = {algorithm.upload, *(policy.codec for policy in algorithm.sharing().values())}
         if codecs != {"exact"}:
             raise PrefedError(

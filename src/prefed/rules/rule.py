@@ -4,7 +4,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 import torch
@@ -17,6 +17,10 @@ State = dict[str, Tensor]
 
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
 """A number in [0, 1): a momentum or the decay of a moving average."""
+
+Other = Literal["whole", "drawn"]
+OTHER = "other"
+"""In the state of a client: the gradient that its rule asked for with `Rule.other`."""
 
 RULES: "Registry[Callable[..., Rule]]" = Registry("rule", "prefed.rules")
 
@@ -77,6 +81,18 @@ class Rule(ABC):
 
     def finish(self, w: Tensor, state: State, lr: float, steps: int) -> None:
         """Called on a client after its last step of a round."""
+
+    def other(self, k: int) -> Other | None:
+        """Another gradient, at the weights before step k of a client's round, that the step needs
+        as `state["other"]`, on (d) or (C, d):
+
+        "whole"   that of all samples of the client
+        "drawn"   that of the step's batch with labels drawn from the model's own output, times the
+                  root of their number: its square estimates the diagonal of the Gauss-Newton matrix
+
+        A rule that needs one in any step needs one in step 0.
+        """
+        return None
 
     def written(self) -> dict[str, Any]:
         """As it stands in a config: its name, and the options that are not their defaults."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from prefed.core.layout import Layout
-from prefed.rules.rule import Field, Rule, State
+from prefed.rules.rule import Field, Other, Rule, State
 
 MEAN_CHANGE = "mean_change"
 """The clients' mean change of the last round, as the server has it. In the state of a client: what
@@ -33,6 +33,9 @@ class Wrapped(Rule):
 
     def finish(self, w: Tensor, state: State, lr: float, steps: int) -> None:
         self.rule.finish(w, state, lr, steps)
+
+    def other(self, k: int) -> Other | None:
+        return self.rule.other(k)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from prefed.core.layout import Layout
 from prefed.core.schedule import at
 from prefed.rules import Field, Rule, State
 from prefed.rules.grouped import Grouped, check_groups, unscaled
+from prefed.rules.rule import OTHER, Other
 from prefed.rules.wrapped import MEAN_CHANGE, Aligned, Decayed
 
 Kept = Mapping[int, State]
@@ -176,6 +177,13 @@ class Block(ABC):
     @abstractmethod
     def cohort_mean(self, rows: Tensor) -> Tensor: ...
 
+    def other_gradient(self, kind: Other, k: int) -> Tensor:
+        """What `Rule.other` asks for in step k (C, d), with the statistics left as they are."""
+        raise PrefedError(
+            f"the algorithm needs another gradient (the {kind} one) besides those of the steps, "
+            f"which these clients do not compute; prefed.simulate and prefed deploy do"
+        )
+
     def rule(self, algorithm: Algorithm) -> Rule:
         """The client rule, in the arithmetic that suits the engine."""
         return algorithm.client_rule().fit(self.layout).fused(self.weights)
@@ -192,9 +200,14 @@ class Block(ABC):
                 state = {name: value[:clients] for name, value in state.items()}
                 point = FirstRows(self, clients)
             for k in range(first, last):
+                if (kind := rule.other(k)) is not None:
+                    state[OTHER] = self.other_gradient(kind, k)[:clients]
+                    if kind == "whole":
+                        limit(algorithm, point.weights, state[OTHER])
                 found = self.differentiate(k)
                 losses[:clients] += found[:clients]
                 local_step(algorithm, rule, point, state, lr, k)
+                state.pop(OTHER, None)
             first = last
         return losses
 
@@ -365,14 +378,19 @@ def local_step(
 ) -> None:
     """Step k of the client rule, with the gradient at that point."""
     w, g = point.weights, point.gradient
+    limit(algorithm, w, g)
+    if rule.lockstep:
+        state["mean"] = point.cohort_mean(g)
+    rule.apply(w, g, state, lr, k)
+
+
+def limit(algorithm: Algorithm, w: Tensor, g: Tensor) -> None:
+    """Clip a gradient, and add weight decay to it, in place."""
     if algorithm.clip_norm is not None:
         norm = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
         g.mul_((algorithm.clip_norm / norm).clamp_(max=1))
     if algorithm.weight_decay and not algorithm.groups:  # these have their own
         g.add_(w, alpha=algorithm.weight_decay)
-    if rule.lockstep:
-        state["mean"] = point.cohort_mean(g)
-    rule.apply(w, g, state, lr, k)
 
 
 def server_update(
@@ -391,10 +409,10 @@ def server_update(
     for name, held in server.shared.items():
         if name not in mean:
             continue
-        if policy(algorithm, name).follow == "mean":
+        if (share := policy(algorithm, name).share(participation)) == 1:
             held.copy_(mean[name])
         else:
-            held.lerp_(mean[name], participation)
+            held.lerp_(mean[name], share)
     if any(policy(algorithm, name).kind == "derived" for name in server.shared):
         own, client_lr = mean["weights"], at(algorithm.client_lr, server.round)
         if algorithm.align:  # without what all clients moved by together
@@ -464,6 +482,8 @@ def _try(rule: Rule, layout: Layout, weights: Tensor, lr: float, steps: int) -> 
             g = torch.full_like(w, 0.5)
             if rule.lockstep:
                 state["mean"] = g[0].clone()
+            if rule.other(k) is not None:
+                state[OTHER] = g.clone()
             rule.step(w, g, state, lr, k)
             if not torch.equal(w, start):
                 break
@@ -520,6 +540,11 @@ def check_sharing(algorithm: Algorithm, layout: Layout) -> None:
     """Build both rules and compare the sharing policy with the fields they have."""
     fields = algorithm.client_rule().fields(layout)
     algorithm.server_rule().fields(layout)
+    if algorithm.server_rule().other(0) is not None:
+        raise PrefedError(
+            f"{type(algorithm).__name__}: its server rule needs a gradient of samples, which only "
+            f"clients have; let it be the client rule"
+        )
     for name in algorithm.sharing():
         if name not in fields and not name.endswith("_mass"):
             raise PrefedError(

@@ -30,6 +30,7 @@ from prefed.training.mechanism import Mechanism
 from prefed.training.messages import mean_steps
 from prefed.training.metrics import Metrics
 from prefed.training.observers import Callback, Observers
+from prefed.training.other_gradients import check_other
 from prefed.training.private_runs import make_mechanism
 from prefed.training.ranks import make_trainer
 from prefed.training.result import Result
@@ -106,6 +107,7 @@ class Run:
             self.task.check(data)
             check_sharing(algorithm, flat.shared)
             check_parts(algorithm, flat)
+            check_other(algorithm, self.task, data)
             check_in_place(algorithm, flat, settings.steps(len(data.client(0))))
         self.attackers = Attackers.of(settings, len(data))
         """The clients that lie, if there are such."""

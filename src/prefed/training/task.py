@@ -143,16 +143,16 @@ class Task:
             output = tensor_of(batch.call(self.flat.module, x))
         return output.to(self.flat.weights.dtype) if self.precision == "bfloat16" else output
 
-    def gradient(self, x: Inputs, y: Tensor, seed: int) -> Tensor:
-        """The loss of a batch; its gradient goes into `flat.gradient`."""
+    def gradient(self, x: Inputs, y: Tensor, seed: int, loss: Loss | None = None) -> Tensor:
+        """The loss of a batch (another, if it is given); its gradient goes into `flat.gradient`."""
         self.flat.gradient.zero_()
-        if self.micro_batch is not None and len(y) > self.micro_batch:
+        if loss is None and self.micro_batch is not None and len(y) > self.micro_batch:
             return self._gradient_in_parts(x, y, seed, self.micro_batch)
         with self.seeded(seed):
             output = self.forward(x)
-        loss = self.loss(output, batch.padded(y).to(self.device))
-        loss.backward()
-        return loss.detach()
+        found = (loss or self.loss)(output, batch.padded(y).to(self.device))
+        found.backward()
+        return found.detach()
 
     def _gradient_in_parts(self, x: Inputs, y: Tensor, seed: int, size: int) -> Tensor:
         """The same, a few samples at a time: the loss of a batch is the mean over its samples, or

@@ -17,7 +17,7 @@ from prefed.training.engines import linear_chains
 from prefed.training.keyed_dropout import KeyedDropout
 from prefed.training.task import Loss, Task
 
-Losses = Callable[[State, State, Inputs, Tensor, Tensor], Tensor]
+Losses = Callable[[State, State, Inputs, Any, Tensor], Tensor]
 """(parameters, buffers, x, y, keys of dropout), each with a row a client -> losses (C)."""
 
 
@@ -43,16 +43,17 @@ def gradients_of(task: Task) -> linear_chains.Differentiate | None:
     return lambda weights, into, x, y: differentiate(weights, into, prepare(x), y)
 
 
-def by_vmap(task: Task) -> Losses:
+def by_vmap(task: Task, loss: Callable[[Tensor, Any], Tensor] | None = None) -> Losses:
+    """loss   another than that of the task, of the output and of what stands in the place of y"""
     caught = task.randomness == "dropout" or task.attends
 
-    def one(weights: State, buffers: State, x: Inputs, y: Tensor, key: Tensor) -> Tensor:
+    def one(weights: State, buffers: State, x: Inputs, y: Any, key: Tensor) -> Tensor:
         if task.transform:
             x = task.transform(x)
         model = partial(_functional, task.flat.module, {**weights, **buffers})
         with KeyedDropout(key, plain=True) if caught else nullcontext():
             output = batch.call(model, x)
-        return task.loss(tensor_of(output), y)
+        return (loss or task.loss)(tensor_of(output), y)
 
     mapped: Losses = vmap(one)
     return mapped

@@ -5,7 +5,7 @@ finds the kernels of an earlier run in its cache (TORCHINDUCTOR_CACHE_DIR). It n
 and is off unless it is asked for: engine = "auto" does not try it.
 
 Models with BatchNorm or its like, clients with unequal batches, step sizes that change with the
-round and tau_relative run as in the vectorised engine.
+round, tau_relative, and rules that need another gradient run as in the vectorised engine.
 """
 
 import shutil
@@ -126,6 +126,14 @@ class CompiledBlock(VectorisedBlock):
             )
             return False
         rule = algorithm.client_rule()
+        if rule.other(0) is not None:
+            warnings.warn(
+                f"{type(algorithm).__name__} needs more than one gradient in a step; its clients "
+                f"train as in the vectorised engine",
+                EngineWarning,
+                stacklevel=2,
+            )
+            return False
         if rule.elementwise and not rule.in_parts:
             warnings.warn(
                 "torch's compiler fails where a mean over all weights stands in a step; with "

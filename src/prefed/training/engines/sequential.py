@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
+from prefed.core import batch
 from prefed.data import FederatedData
 from prefed.rules import Field
+from prefed.rules.rule import Other
 from prefed.training.batches import Batches
 from prefed.training.engines.engine import ENGINES
+from prefed.training.other_gradients import SEEDS, loss_of_drawn, numbers, pieces
 from prefed.training.round import Block, Kept, Server, Update, local_update
 from prefed.training.settings import Settings
 from prefed.training.task import Task
@@ -40,7 +43,7 @@ class _Block(Block):
 
     def __init__(self, engine: Sequential, clients: Sequence[int], server: Server) -> None:
         round, limits = server.round, server.limits
-        self.engine, self.clients = engine, clients
+        self.engine, self.clients, self.round = engine, clients, round
         self.task, self.layout = engine.task, engine.task.flat.layout
         flat = self.task.flat
         self.alone = len(clients) == 1
@@ -70,6 +73,23 @@ class _Block(Block):
                 self.gradient[row].copy_(flat.gradient)
                 self.buffers[row].copy_(flat.read_buffers())
         return torch.stack(losses)
+
+    def other_gradient(self, kind: Other, k: int) -> Tensor:
+        task, engine, (client,) = self.task, self.engine, self.clients
+        before, found = task.flat.read_buffers(), torch.zeros_like(self.weights)
+        seed = self.seeds[0] + SEEDS + k
+        if kind == "whole":
+            x, y = map(batch.padded, engine.data.client(client).all())
+            for n, piece in enumerate(pieces(len(y))):
+                task.gradient(batch.part(x, piece), y[piece], seed + n)
+                found.add_(task.flat.gradient, alpha=len(y[piece]) / len(y))
+        else:
+            x, y = self.batches[0][k]
+            u = numbers(engine.settings, self.round, self.clients, k, y[None])[0].to(task.device)
+            task.gradient(x, y, seed, lambda output, y: loss_of_drawn(task.loss, output, y, u))
+            found.copy_(task.flat.gradient)
+        task.flat.write_buffers(before, self.behind[0] + k)
+        return found
 
     def state(self, name: str, field: Field) -> Tensor:
         key = (name, len(self.clients))

@@ -103,21 +103,31 @@ def gather(
             for start in range(0, len(clients), most)
         ]
     augment = data.augment
-    batches = [
-        Batches(data.client(c), c, round, settings, augment, device, limits.get(c)) for c in clients
-    ]
     if size is not None or differ:
+        batches = [
+            Batches(data.client(c), c, round, settings, augment, device, limits.get(c))
+            for c in clients
+        ]
         return [Unequal(batches)]
-    alike: dict[int, list[int]] = {}
-    for row, of_one in enumerate(batches):
-        alike.setdefault(len(of_one.samples), []).append(row)
-    groups: list[Stack] = []
+    return [*whole_batches(data, clients, most, device)]
+
+
+def whole_batches(
+    data: FederatedData, clients: Sequence[int], most: int, device: torch.device
+) -> Iterator[Group]:
+    """All samples of each client, in groups of at most `most` clients with equally many, which are
+    padded to one width if they are of unequal length."""
+    samples = [data.client(client) for client in clients]
+    alike: dict[object, list[int]] = {}
+    for row, of_one in enumerate(samples):
+        widths = [batch.kind(part) for part in of_one.all()] if of_one.is_ragged else []
+        alike.setdefault((len(of_one), *widths), []).append(row)
     for members in alike.values():
         for start in range(0, len(members), most):
             part = members[start : start + most]
-            xs, ys = zip(*(batches[row][0] for row in part), strict=True)
-            groups.append(Group(_rows(part), batch.stacked(xs), torch.stack(ys)))
-    return groups
+            xs, ys = zip(*(map(batch.padded, samples[row].all()) for row in part), strict=True)
+            x, y = batch.moved(batch.stacked(xs), device), torch.stack(ys).to(device)
+            yield Group(_rows(part), x, y)
 
 
 def _are_equal(data: FederatedData, clients: Sequence[int], settings: Settings) -> bool:

@@ -8,6 +8,8 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +21,15 @@ from prefed.core.losses import WITH_CLASSES, are_labels
 from prefed.core.machine import total_memory
 from prefed.data import FederatedData
 from prefed.rules import Field
+from prefed.rules.rule import Other
 from prefed.training.batches import local_steps
-from prefed.training.engines.block_losses import by_vmap, gradients_of, losses_of
+from prefed.training.engines.block_losses import Losses, by_vmap, gradients_of, losses_of
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
 from prefed.training.engines.linear_chains import Differentiate
 from prefed.training.engines.sequential import Sequential
-from prefed.training.engines.stacked_batches import Group, Stack, gather
+from prefed.training.engines.stacked_batches import Group, Stack, gather, whole_batches
 from prefed.training.keyed_dropout import keys
+from prefed.training.other_gradients import SEEDS, loss_of_drawn, numbers, pieces
 from prefed.training.round import Block, Kept, Server, Update, local_update
 from prefed.training.settings import Settings
 from prefed.training.task import Task
@@ -38,6 +42,8 @@ MEMORY_PER_STATE = 8
 """An upper bound: the memory that a rule needs to work on its state, over that of the state."""
 BLOCKS_MULTIPLE = 2
 """The number of blocks of a large cohort is a multiple of this, so that workers can share them."""
+Rows = slice | Tensor
+"""Of a block."""
 SMALLEST_BLOCK = 8
 """Clients in a block; smaller ones cost more than a second worker gains."""
 
@@ -64,6 +70,9 @@ class Vectorised:
         self.task, self.data, self.settings = task, data, settings
         self.losses = losses_of(task)
         self.any_losses = by_vmap(task)
+        self.losses_of_drawn = by_vmap(
+            task, lambda output, given: loss_of_drawn(task.loss, output, *given)
+        )
         self.gradients = gradients_of(task)
         self.workspaces: dict[tuple[str, int], Tensor] = {}
 
@@ -109,6 +118,7 @@ class Vectorised:
         how = self.settings, self.most_clients, self.task.device
         stacks = gather(self.data, clients, server.round, *how, server.limits)
         block = self.make_block(clients, steps, stacks, seeds)
+        block.round = server.round
         update = local_update(algorithm, server, block, kept)
         self.task.flat.buffers.check()
         return update.in_order(order)
@@ -160,6 +170,8 @@ class Vectorised:
 
 
 class VectorisedBlock(Block):
+    round = 0
+
     def __init__(
         self,
         engine: Vectorised,
@@ -186,38 +198,69 @@ class VectorisedBlock(Block):
         """Of dropout in step k."""
         return keys([seed + k for seed in self.seeds], self.engine.task.device)
 
-    def batches(self, k: int) -> Iterator[tuple[Stack, slice | Tensor, Inputs, Tensor]]:
+    def batches(self, k: int) -> Iterator[tuple[Stack, Rows, Inputs, Tensor]]:
         """Of step k, with the rows that they are of."""
         for stack in self.stacks:
             for part in stack.batches(k):
                 yield stack, *part
 
     def differentiate(self, k: int) -> Tensor:
-        task, key = self.engine.task, self.keys(k)
-        losses = self.weights.new_empty(len(self.clients))
+        key, losses = self.keys(k), self.weights.new_empty(len(self.clients))
         for stack, rows, x, y in self.batches(k):
-            x, y = batch.moved(x, task.device), y.to(task.device)
-            simple = self.engine.simple(stack, y)
-            direct = self.engine.direct_gradients(y) if simple else None
-            if direct is not None:
-                weights = {n: v[rows] for n, v in self.parameters.items()}
-                gradients = {n: v[rows] for n, v in self.gradients.items()}
-                losses[rows] = direct(weights, gradients, x, y)
-                if not isinstance(rows, slice):  # they were copied
-                    for n, gradient in gradients.items():
-                        self.gradients[n][rows] = gradient
-                continue
-            leaves = {n: p[rows].detach().requires_grad_() for n, p in self.parameters.items()}
-            buffers = {n: b[rows] for n, b in self.buffers.items()}
-            losses_of = self.engine.losses if simple else self.engine.any_losses
-            loss = losses_of(leaves, buffers, x, y, key[rows])
-            found = torch.autograd.grad(loss.sum(), list(leaves.values()), allow_unused=True)
-            for gradient, value in zip(self.gradients.values(), found, strict=True):
-                gradient[rows] = 0 if value is None else value
-            for name, buffer in buffers.items():
-                self.buffers[name][rows] = buffer
-            losses[rows] = loss.detach()
+            losses[rows] = self._fill(stack, rows, x, y, key)
         return losses
+
+    def _fill(self, stack: Stack, rows: Rows, x: Inputs, y: Tensor, key: Tensor) -> Tensor:
+        """The gradients of some rows on their batches; their losses."""
+        task = self.engine.task
+        x, y = batch.moved(x, task.device), y.to(task.device)
+        simple = self.engine.simple(stack, y)
+        direct = self.engine.direct_gradients(y) if simple else None
+        if direct is None:
+            losses_of = self.engine.losses if simple else self.engine.any_losses
+            return self._by_autograd(losses_of, rows, x, y, key)
+        weights = {n: v[rows] for n, v in self.parameters.items()}
+        gradients = {n: v[rows] for n, v in self.gradients.items()}
+        losses = direct(weights, gradients, x, y)
+        if not isinstance(rows, slice):  # they were copied
+            for n, gradient in gradients.items():
+                self.gradients[n][rows] = gradient
+        return losses
+
+    def _by_autograd(self, losses_of: Losses, rows: Rows, x: Inputs, y: Any, key: Tensor) -> Tensor:
+        leaves = {n: p[rows].detach().requires_grad_() for n, p in self.parameters.items()}
+        buffers = {n: b[rows] for n, b in self.buffers.items()}
+        loss = losses_of(leaves, buffers, x, y, key[rows])
+        found = torch.autograd.grad(loss.sum(), list(leaves.values()), allow_unused=True)
+        for gradient, value in zip(self.gradients.values(), found, strict=True):
+            gradient[rows] = 0 if value is None else value
+        for name, buffer in buffers.items():
+            self.buffers[name][rows] = buffer
+        return loss.detach()
+
+    def other_gradient(self, kind: Other, k: int) -> Tensor:
+        engine, found = self.engine, torch.zeros_like(self.weights)
+        before = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        if kind == "whole":
+            device, most = engine.task.device, engine.most_clients
+            for group in whole_batches(engine.data, self.clients, most, device):
+                count = group.y.shape[1]
+                for n, piece in enumerate(pieces(count)):
+                    y = group.y[:, piece]
+                    x = batch.mapped(itemgetter((slice(None), piece)), group.x)
+                    self._fill(group, group.rows, x, y, self.keys(SEEDS + k + n))
+                    found[group.rows] += self.gradient[group.rows] * (y.shape[1] / count)
+        else:
+            for _, rows, x, y in self.batches(k):
+                x, y = batch.moved(x, engine.task.device), y.to(engine.task.device)
+                places = torch.arange(len(self.clients))[rows].tolist()
+                clients = [self.clients[place] for place in places]
+                u = numbers(engine.settings, self.round, clients, k, y)
+                self._by_autograd(engine.losses_of_drawn, rows, x, (y, u), self.keys(SEEDS + k))
+                found[rows] = self.gradient[rows]
+        for name, buffer in before.items():
+            self.buffers[name].copy_(buffer)
+        return found
 
     def state(self, name: str, field: Field) -> Tensor:
         return self.engine.workspace(f"state.{name}", (len(self.clients), *field.shape))
