@@ -52,13 +52,14 @@ def expected(attack: str, honest: list[State], client: int) -> State:
     """What a liar sends, from what all would have sent."""
     change = honest[client]["weights"].numpy()
     others = np.stack([honest[c]["weights"].numpy() for c in range(6) if c not in LIARS])
+    P = honest[client]["P"].numpy()
     lie: dict[str, Any] = {
-        "sign_flip": lambda: {"weights": -5 * change},
-        "scaled": lambda: {"weights": 10 * change},
-        "alie": lambda: {"weights": others.mean(0) - 1.5 * others.std(0)},
-        "huge_state": lambda: {"P": 1e6 * honest[client]["P"].numpy()},
-        "tiny_state": lambda: {"P": 1e-6 * honest[client]["P"].numpy()},
-    }[attack]()
+        "sign_flip": {"weights": -5 * change},
+        "scaled": {"weights": 10 * change},
+        "alie": {"weights": others.mean(0) - 1.5 * others.std(0)},
+        "huge_state": {"P": 1e6 * P},
+        "tiny_state": {"P": 1e-6 * P},
+    }[attack]
     return honest[client] | {name: torch.from_numpy(value) for name, value in lie.items()}
 
 

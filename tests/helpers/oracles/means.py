@@ -13,7 +13,8 @@ Array = npt.NDArray[np.float64]
 
 
 def plain(x: Array, w: Array) -> Array:
-    return np.sum(w[:, None] * x, axis=0) / np.sum(w)
+    found: Array = np.sum(w[:, None] * x, axis=0) / np.sum(w)
+    return found
 
 
 def median(x: Array, w: Array) -> Array:
@@ -73,7 +74,8 @@ def krum_scores(x: Array, f: int) -> Array:
 
 
 def krum(x: Array, f: int) -> Array:
-    return x[np.argmin(krum_scores(x, f))]
+    found: Array = x[np.argmin(krum_scores(x, f))]
+    return found
 
 
 def multi_krum(x: Array, w: Array, f: int, m: int) -> Array:
@@ -89,7 +91,8 @@ def geometric(x: Array, w: Array) -> Array:
         away = np.delete(x, i, 0) - x[i]
         pull = np.delete(w, i) @ (away / np.linalg.norm(away, axis=1, keepdims=True))
         if np.linalg.norm(pull) <= w[i]:
-            return x[i]
+            found: Array = x[i]
+            return found
     z = plain(x, w)
 
     def height(z: Array) -> float:
