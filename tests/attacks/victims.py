@@ -32,7 +32,7 @@ def attacked(
     momentum: str = "average", lr: float = 0.01,
 ) -> Victims:  # fmt: skip
     """PreFed with everybody for some rounds, and then what each client sends in the next."""
-    algorithm = prefed.PreFed(client_lr=lr, beta1=BETA1, beta2=BETA2, momentum=momentum)  # type: ignore[arg-type]
+    algorithm = prefed.PreFed(client_lr=lr, beta1=BETA1, beta2=BETA2, momentum=momentum)
     settings = prefed.Settings(
         rounds=rounds + 1, local_steps=steps, batch_size=batch, device="cpu", engine="sequential"
     )

@@ -101,34 +101,42 @@ def seen(root: int, every: float = 0.1) -> Iterator[set[Listener]]:
 
 
 def of_command(
-    command: Sequence[str], cwd: Path, until: str = "", seconds: float = 300,
+    command: Sequence[str],
+    cwd: Path,
+    until: str | set[str] = "",
+    seconds: float = 300,
     environment: Mapping[str, str] | None = None,
-) -> set[Listener]:  # fmt: skip
-    """What listens while a command runs to its end, or until it has printed that and a second more.
-    The command stands in a network with an interface of its own that leads nowhere."""
+) -> set[Listener]:
+    """What listens while a command runs to its end; or until it has printed that, or those programs
+    listen, and three seconds more. The command stands in a network that has an interface beside
+    loopback and leads nowhere."""
     log = cwd / "output.txt"
     with open(log, "w") as output:
         process = subprocess.Popen(
             [*BETWEEN, *command], stdout=output, stderr=output, cwd=cwd, text=True,
             env={**os.environ, **(environment or {})},
         )  # fmt: skip
+
+    def enough() -> bool:
+        if isinstance(until, str):
+            return bool(until) and until in log.read_text()
+        return until <= {one.program for one in list(found)}
+
+    end = time.monotonic() + seconds
     with seen(process.pid) as found:
-        end = time.monotonic() + seconds
-        while process.poll() is None and not (until and until in log.read_text()):
-            if time.monotonic() > end:
-                for pid in family(process.pid):
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+        while process.poll() is None and not enough() and time.monotonic() < end:
             time.sleep(0.05)
         if until:
-            time.sleep(1)
-            members = family(process.pid)
-            process.terminate()
-            process.wait(60)
-            for pid in members:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-    done = until in log.read_text() if until else process.returncode == 0
+            time.sleep(3)
+        done = enough() if until else process.poll() == 0
+        members = family(process.pid)
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(60 if done else 1)
+        for pid in members:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
     assert done, log.read_text()
     return found
 
