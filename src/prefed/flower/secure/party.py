@@ -5,7 +5,7 @@ Torch is not needed here: three of the four stages answer without loading it.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from cryptography.fernet import InvalidToken
@@ -135,7 +135,8 @@ class Party:
             raise Unexpected(f"shares of {sorted(texts)}; keys came from {sorted(secrets)}")
         if len(texts) + 1 < threshold:
             raise Unexpected(f"{len(texts) + 1} nodes with shares, {threshold} are needed")
-        place = neighbours.index(own) + 1
+        # The place is that among the neighbours of the share's owner: the server knows them.
+        places = range(1, len(neighbours) + 1)
         held = {own: self.record["own-shares"]}
         for number, text in sorted(texts.items()):
             try:
@@ -145,8 +146,8 @@ class Party:
             source, target, mask, key = share_keys_plaintext_separate(plain)
             if (source, target) != (number, own):
                 raise Unexpected(f"a share from {source} for {target} in place of node {number}'s")
-            check_share(mask, MASK_SHARE, place)
-            check_share(key, KEY_SHARE, place)
+            check_share(mask, MASK_SHARE, places)
+            check_share(key, KEY_SHARE, places)
             held[number] = [mask, key]
         numbers = sorted(held)
         self.record |= {
@@ -225,8 +226,8 @@ def public_key(data: bytes) -> ec.EllipticCurvePublicKey:
     return key
 
 
-def check_share(share: bytes, length: int, place: int) -> None:
-    if len(share) != length or int.from_bytes(share[:4], "little") != place:
+def check_share(share: bytes, length: int, places: Collection[int]) -> None:
+    if len(share) != length or int.from_bytes(share[:4], "little") not in places:
         raise Unexpected("a share that is not this node's, or of impossible length")
 
 

@@ -157,7 +157,7 @@ class Session:
             raise Unexpected(f"shares of the nodes {sorted(shares)}, not {sorted(wanted)}")
         for owner, share in shares.items():
             length = MASK_SHARE if owner in self.survivors else KEY_SHARE
-            check_share(share, length, self.around[owner].index(number) + 1)
+            check_share(share, length, [self.around[owner].index(number) + 1])
         for owner, share in shares.items():
             self.shares.setdefault(owner, {})[number] = share
         self._count(record)
