@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,13 @@ from prefed.flower.secure import messages as m
 from prefed.flower.secure.vector import Form
 from prefed.flower.server import FlowerTrainer, trainer_class
 from prefed.flower.write import write_app
-from prefed.training.messages import receive, to_mean, upload
 from prefed.training.run import Run
 from tests.helpers.federation import Federation, config_of
 from tests.helpers.loopback import Tamper
-from tests.helpers.problems import local
+from tests.helpers.secure_mean import plain, plain_mean
 
 EVERYONE = {"clients_per_round": 9, "rounds": 1}
 STATISTICS = {"name": "resnet8", "width": 2, "norm": "batch"}
-Plain = dict[int, tuple[dict[str, np.ndarray], float, int]]
 
 
 def secure(config: Config, folder: Path, nodes: int = 9, tamper: Tamper | None = None,
@@ -37,52 +36,16 @@ def secure(config: Config, folder: Path, nodes: int = 9, tamper: Tamper | None =
     return Federation(config, folder, nodes, tamper, secure_aggregation=True, **options)
 
 
-def plain(config: Config) -> tuple[Run, Plain]:
-    """What each client would send in the first round, its loss and its weight, in float64."""
-    here, found = config.make_run(), {}
-    here.prepare()
-    workers = local(here).workers
-    assert workers is not None
-    for client in here.draw_cohort():
-        update = workers.engines[0].update(here.algorithm, here.server, [client], {})
-        message, _ = upload(here.algorithm, here.server, update, [client], {}, config.seed)
-        values = {n: v[0] for n, v in receive(here.algorithm, here.server, message).items()}
-        samples = len(here.data.client(client))
-        steps = torch.tensor([here.settings.steps(samples)], dtype=torch.float64)
-        mean = to_mean(here.algorithm, values, steps)
-        weight = int(here.settings.weight(client, samples))
-        numbers = {n: v.double().numpy().reshape(-1) for n, v in mean.items()}
-        found[client] = (numbers, float(update.losses[0]), weight)
-    return here, found
-
-
 def assert_is_plain_mean(
-    there: Run,
-    config: Config,
-    without: set[int] = frozenset(),
-    total: int | None = None,  # type: ignore[assignment]
+    there: Run, config: Config, without: Collection[int] = (), total: int | None = None
 ) -> None:
-    """The mean of the first round, to half a step of the fixed point, and to half of the last
-    digit of the type that the mean is in."""
-    here, updates = plain(config)
     arrived = there.trainer.train(there.server, there.draw_cohort())
-    left = [updates[c] for c in updates if c not in without]
-    weights = np.array([weight for _, _, weight in left], np.longdouble)
-    asked = sum(weight for _, _, weight in updates.values())
-    form = Form(here.algorithm, here.server)
-    fixed = form.fixed_point(form.exponents(), total or asked)
-    steps = iter(np.split(fixed.steps(), np.cumsum([sum(v.sizes) for v in form.values.values()])))
-    assert arrived.clients == len(left)
-    assert arrived.mean.keys() == form.values.keys() - {"loss"}
-    for name in form.values:
-        rows = [np.array([loss]) if name == "loss" else v[name] for v, loss, _ in left]
-        exact = (np.array(rows, np.longdouble) * weights[:, None]).sum(0) / weights.sum()
-        got = torch.tensor([arrived.loss]) if name == "loss" else arrived.mean[name].reshape(-1)
-        dtype = np.float64 if name == "loss" else got.numpy().dtype.type
-        found = np.array([arrived.loss]) if name == "loss" else got.double().numpy()
-        last_digit = np.abs(np.spacing(exact.astype(dtype))).astype(np.float64) / 2
-        bound = next(steps) / 2 + last_digit + np.abs(exact) * 2.0**-51
-        assert (np.abs(found - exact) <= bound).all(), name
+    wanted = plain_mean(config, without, total)
+    assert arrived.clients == len(there.draw_cohort()) - len(without)
+    assert arrived.mean.keys() == wanted.keys() - {"loss"}
+    found = arrived.mean | {"loss": torch.tensor([arrived.loss], dtype=torch.float64)}
+    for name, (exact, bound) in wanted.items():
+        assert (np.abs(found[name].double().numpy().reshape(-1) - exact) <= bound).all(), name
 
 
 @pytest.mark.parametrize("algorithm", [

@@ -26,9 +26,6 @@ from prefed.training.run import Run
 from prefed.training.settings import Settings
 from prefed.training.trainer import Arrived, Record
 
-STAGE_SECONDS = 60.0
-"""How long a node may take for a stage without training."""
-
 
 def check_secure(algorithm: Algorithm, settings: Settings, client_test: float) -> None:
     """Refuse what cannot be had from sums."""
@@ -162,7 +159,6 @@ class SecureTrainer(FlowerTrainer):
         """A stage's message to each node that is still there, and what comes back."""
         training = name == m.MASKED
         seconds = self.options.round_seconds
-        seconds = seconds if training else min(seconds, STAGE_SECONDS)
         broadcast = pack(server.broadcast(self.algorithm)) if training else None
         numbers, messages = dict[int, int](), list[Message]()
         for number in session.asked(name):
