@@ -134,7 +134,7 @@ def test_a_round_below_the_threshold_is_skipped(
         assert record["skipped"]
         assert f"round 2 is skipped: {line}" in caplog.text
         assert torch.equal(there.server.weights, before)
-        with pytest.raises(RunFailed, match="2 in a row without a sum"):
+        with pytest.raises(RunFailed, match="Rounds without a sum: 2 in a row"):
             there.run_round()
     federation.grid.tamper = lambda node, message, reply: reply
     there.server.round = 2

@@ -153,8 +153,8 @@ ASKS = {
     "no session": (m.SHARES, change(session="x"), "not what was agreed on"),
     "a short name": (m.KEYS, change(session=b"x"), "no proper name"),
     "another node's number": (m.KEYS, change(number=1), "takes this node for 1"),
-    "half is enough": (m.KEYS, change(threshold=4), "one half for one secret"),
-    "more than all": (m.KEYS, change(threshold=9), "one half for one secret"),
+    "less than two thirds": (m.KEYS, change(threshold=5), "less than two thirds"),
+    "more than all": (m.KEYS, change(threshold=9), "less than two thirds"),
     "a neighbour twice": (m.KEYS, change(neighbours=[0, 1, 1, 2]), "there twice"),
     "two nodes": (m.KEYS, change(neighbours=[0, 1], threshold=2), "3 are the fewest"),
     "a number that is none": (m.KEYS, change(round=True), "not what was agreed on"),
@@ -286,7 +286,7 @@ def test_masks_are_long_and_depend_on_all_their_parts() -> None:
 
 def test_thresholds() -> None:
     for shares in range(3, 200):
-        assert shares < 2 * threshold(shares), "two halves that are told different things"
+        assert 3 * threshold(shares) >= 2 * shares, "some that are told one thing, some another"
         assert shares - threshold(shares) == shares // 3
     with pytest.raises(TooFew, match="3 are the fewest"):
         Session([1, 2], 0)

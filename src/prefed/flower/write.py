@@ -24,7 +24,7 @@ def write_app(folder: Path, config: Config, options: Options, run_dir: str | Non
         from prefed.flower.secure.trainer import check_secure
 
         run = config.make_run()
-        check_secure(run.algorithm, run.settings, config.data.client_test)
+        check_secure(run.algorithm, run.settings, config.data.client_test > 0)
     name = re.sub(r"[^a-z0-9]+", "-", f"prefed-{config.algorithm.name}".lower()).strip("-")
     values = {
         "name": name,

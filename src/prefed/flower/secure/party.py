@@ -63,10 +63,10 @@ class Party:
             raise Unexpected("the neighbours are not in order, or one is there twice")
         if len(neighbours) < m.FEWEST:
             raise Unexpected(f"{len(neighbours)} nodes cannot hide one; {m.FEWEST} are the fewest")
-        if not len(neighbours) < 2 * threshold <= 2 * len(neighbours):
+        if not 2 * len(neighbours) <= 3 * threshold <= 3 * len(neighbours):
             raise Unexpected(
-                f"a threshold of {threshold} of {len(neighbours)}: if half of the shares were "
-                f"enough, a server could ask one half for one secret and the other for the other"
+                f"a threshold of {threshold} of {len(neighbours)}: with less than two thirds a "
+                f"server could ask some for one secret of a node, and others for the other"
             )
         (mask_key, mask_public), (cipher_key, cipher_public) = (
             generate_key_pairs(), generate_key_pairs(),

@@ -7,7 +7,7 @@ mean is then the sum of the one divided by the sum of the other.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,7 +130,7 @@ class Form:
         }
         return means, float(means.pop(LOSS)), clipped
 
-    def bytes_of(self, names: Mapping[str, object]) -> int:
+    def bytes_of(self, names: Collection[str]) -> int:
         """What these values take up in a vector."""
         return 8 * sum(sum(v.sizes) for name, v in self.values.items() if name in names)
 
