@@ -106,7 +106,7 @@ hostile: venv
 	$(BIN)/python -m pytest -n 2 -m "" tests/training/test_hostile_updates.py
 
 deployments: venv
-	$(BIN)/python -m pytest -m "" tests/flower/test_deploy.py
+	$(BIN)/python -m pytest -m "" tests/flower/test_deploy.py tests/flower/test_secure_deploy.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

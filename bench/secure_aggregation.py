@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ConfigRecord
 
-from prefed.flower.secure import messages as m
+from prefed.flower.secure import stages as m
 from prefed.flower.secure.fixed_point import FixedPoint, bits_for
 from prefed.flower.secure.party import Party
 from prefed.flower.secure.session import Session

@@ -18,7 +18,7 @@ from prefed.cli import app
 from prefed.core.errors import Diverged, PrefedError, RunFailed
 from prefed.experiments.config import Config
 from prefed.flower.deployment_options import Options
-from prefed.flower.secure import messages as m
+from prefed.flower.secure import stages as m
 from prefed.flower.secure.vector import Form
 from prefed.flower.server import FlowerTrainer, trainer_class
 from prefed.flower.write import write_app
@@ -189,7 +189,7 @@ def test_a_vector_of_another_form_is_refused_and_its_node_left_out(
 def test_a_sum_that_honest_nodes_do_not_have_is_refused(
     change: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = config_of({"name": "prefed"}, **EVERYONE)
+    config = config_of({"name": "fedavg"}, **EVERYONE)
     with caplog.at_level(logging.WARNING):
         assert secure(config, tmp_path, tamper=vectors(change)).run().history[0]["skipped"]
     assert "the sum is refused" in caplog.text

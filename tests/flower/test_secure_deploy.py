@@ -20,7 +20,7 @@ from prefed.experiments.config import Config, load
 from prefed.flower.deployment_options import Options
 from prefed.flower.local_deployment import LocalFlower, follow
 from prefed.flower.protocol import PARTITION, PARTITIONS
-from prefed.flower.secure import messages as m
+from prefed.flower.secure import stages as m
 from prefed.flower.write import write_app
 from tests.flower.test_deploy import flower, nothing_left, wait_until  # noqa: F401
 from tests.helpers.secure_mean import plain, plain_mean

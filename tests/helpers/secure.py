@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from flwr.app import ConfigRecord
 
-from prefed.flower.secure import messages as m
+from prefed.flower.secure import stages as m
 from prefed.flower.secure.masks import Vector
 from prefed.flower.secure.party import Party
 from prefed.flower.secure.session import Session

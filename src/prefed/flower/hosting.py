@@ -54,7 +54,7 @@ class Host:
 
     def train(self) -> RecordDict:
         reply = RecordDict()
-        for client, trained in self._trained():
+        for client, trained in self._trained(self._server(self.run.server)):
             about = {p.SAMPLES: trained.samples, p.LOSS: trained.loss}
             reply[p.update_key(client)] = pack_message(trained.message)
             reply[p.about_key(client)] = MetricRecord(trained.about | about)
@@ -71,7 +71,7 @@ class Host:
         form = Form(run.algorithm, server)
         fixed = form.fixed_point(exponents, total_weight)
         total, abouts = None, {}
-        for client, trained in self._trained():
+        for client, trained in self._trained(server):
             weight = whole_weight(run.settings.weight(client, trained.samples))
             if weight > largest_weight:
                 raise PrefedError(  # which goes to the server: it may not say how many
@@ -90,10 +90,9 @@ class Host:
             raise PrefedError("the server asks for none of the clients here")
         return total, abouts
 
-    def _trained(self) -> Iterator[tuple[int, "Trained"]]:
+    def _trained(self, server: Server) -> Iterator[tuple[int, Trained]]:
         """Each client that is asked for, after its local steps; what it keeps is written."""
-        run = self.run
-        algorithm, server = run.algorithm, self._server(run.server)
+        run, algorithm = self.run, self.run.algorithm
         engine = Sequential(run.task, run.data, run.settings)
         for client, kept, about in self._clients():
             update = engine.update(algorithm, server, [client], kept)

@@ -316,7 +316,7 @@ def _end_with_parent() -> None:
 def trainer_class(options: Options) -> type[FlowerTrainer]:
     if not options.secure_aggregation:
         return FlowerTrainer
-    from prefed.flower.secure.trainer import SecureTrainer
+    from prefed.flower.secure.secure_trainer import SecureTrainer
 
     return SecureTrainer
 

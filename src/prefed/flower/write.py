@@ -21,7 +21,7 @@ def write_app(folder: Path, config: Config, options: Options, run_dir: str | Non
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PrefedError(f"{folder}: is not empty; choose another directory")
     if options.secure_aggregation:
-        from prefed.flower.secure.trainer import check_secure
+        from prefed.flower.secure.secure_trainer import check_secure
 
         run = config.make_run()
         check_secure(run.algorithm, run.settings, config.data.client_test > 0)

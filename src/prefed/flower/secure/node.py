@@ -8,9 +8,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.clientapp import ClientApp
 
 from prefed.core.errors import PrefedError
-from prefed.flower.secure import messages as m
-from prefed.flower.secure.messages import Unexpected, read
+from prefed.flower.secure import stages as m
 from prefed.flower.secure.party import Party
+from prefed.flower.secure.stages import Unexpected, read
 
 if TYPE_CHECKING:
     from prefed.flower.hosting import Host

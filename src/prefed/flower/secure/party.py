@@ -27,9 +27,9 @@ from flwr.supercore.primitives.asymmetric import (
     public_key_to_bytes,
 )
 
-from prefed.flower.secure import messages as m
+from prefed.flower.secure import stages as m
 from prefed.flower.secure.masks import Vector, add_mask
-from prefed.flower.secure.messages import Unexpected, by_number, read
+from prefed.flower.secure.stages import Unexpected, by_number, read
 
 KEY_BYTES = 48
 """Of a private key on Flower's curve, secp384r1."""

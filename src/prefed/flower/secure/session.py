@@ -13,9 +13,8 @@ from flwr.common.secure_aggregation.crypto.shamir import combine_shares
 from flwr.common.secure_aggregation.crypto.symmetric_encryption import generate_shared_key
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-from prefed.flower.secure import messages as m
+from prefed.flower.secure import stages as m
 from prefed.flower.secure.masks import Vector, add_mask
-from prefed.flower.secure.messages import Unexpected, by_number, read
 from prefed.flower.secure.party import (
     KEY_BYTES,
     KEY_SHARE,
@@ -26,6 +25,7 @@ from prefed.flower.secure.party import (
     private_purpose,
     public_key,
 )
+from prefed.flower.secure.stages import Unexpected, by_number, read
 
 SENT = {m.KEYS: "keys", m.SHARES: "shares", m.MASKED: "a masked vector"}
 

@@ -13,10 +13,10 @@ from flwr.supercore import log
 from prefed.algorithms import Algorithm
 from prefed.core.errors import PrefedError, RunFailed
 from prefed.flower.replies import exchange
-from prefed.flower.secure import messages as m
+from prefed.flower.secure import stages as m
 from prefed.flower.secure.masks import Vector
-from prefed.flower.secure.messages import Unexpected
 from prefed.flower.secure.session import Session, TooFew
+from prefed.flower.secure.stages import Unexpected
 from prefed.flower.secure.vector import Form, Wrong, whole_weight
 from prefed.flower.server import FlowerTrainer
 from prefed.flower.wire import pack, unpack
@@ -59,7 +59,10 @@ class SecureTrainer(FlowerTrainer):
         super().prepare(run)
 
     def train(self, server: Server, clients: list[int]) -> Arrived:
-        self.nodes.refresh(self.grid, self.options.join_seconds)
+        if self.skipped:
+            self._wait(clients)
+        else:
+            self.nodes.refresh(self.grid, self.options.join_seconds)
         attempt = Attempt(self, server, clients)
         try:
             arrived = attempt.run()
