@@ -121,7 +121,7 @@ hostile: venv
 	$(BIN)/python -m pytest -n 2 -m "" tests/training/test_hostile_updates.py
 
 deployments: venv
-	$(BIN)/python -m pytest -m "" tests/flower/test_deploy.py
+	$(BIN)/python -m pytest -m "" tests/flower/test_deploy.py tests/flower/test_secure_deploy.py
 
 release: venv
 	$(BIN)/python scripts/release.py

@@ -257,6 +257,68 @@ PROTECTIONS = [
         "tests/report/test_watch.py::test_nothing_but_the_page_and_its_data_is_served",
         ("report/watch.py", 'if self.headers.get("Host") not in self.server.hosts:', "if False:"),
     ),
+    protection(
+        "secure: a node gives one secret of each node",
+        "tests/flower/test_secure_protocol.py::test_a_node_refuses[both secrets]",
+        ("flower/secure/party.py", 'if sorted(survivors + dropped) != self.record["holds"]:',
+         'if sorted({*survivors, *dropped}) != self.record["holds"]:'),
+    ),
+    protection(
+        "secure: a node answers each stage once",
+        "tests/flower/test_secure_protocol.py::test_a_node_answers_each_stage_once[secure_masked]",
+        ("flower/secure/party.py", ' or self.record.get("next") != stage:', ":"),
+    ),
+    protection(
+        "secure: a node wants two thirds",
+        "tests/flower/test_secure_protocol.py::test_a_node_refuses[less than two thirds]",
+        ("flower/secure/party.py", "if not 2 * len(neighbours) <= 3 * threshold", "if not 0 <= 3 * threshold"),
+    ),
+    protection(
+        "secure: masks depend on the whole secret",
+        "tests/flower/test_secure_protocol.py::test_masks_are_long_and_depend_on_all_their_parts",
+        ("flower/secure/masks.py", ".derive(secret)", ".derive(secret[:4])"),
+    ),
+    protection(
+        "secure: a vector has a private mask",
+        "tests/flower/test_secure_protocol.py::test_masks_as_in_the_papers",
+        ("flower/secure/party.py", 'add_mask(vector, self.record["secret"], private_purpose(session, own))',
+         "pass"),
+    ),
+    protection(
+        "secure: masks depend on what was told",
+        "tests/flower/test_secure_protocol.py::"
+        "test_nodes_that_were_told_different_things_have_no_sum",
+        ("flower/secure/party.py", 'purpose = b"of two " + told + low', 'purpose = b"of two " + told[:16] + low'),
+    ),
+    protection(
+        "secure: no sums of groups",
+        "tests/flower/test_secure_protocol.py::test_groups_with_sums_of_their_own_are_not_unmasked",
+        ("flower/secure/session.py", "if stage == m.MASKED and not self._is_connected():", "if False:"),
+    ),
+    protection(
+        "secure: a key of shares is the public one's",
+        "tests/flower/test_secure_protocol.py::test_a_key_is_checked_against_the_public_one",
+        ("flower/secure/session.py", "        if not fits:\n", "        if False:\n"),
+    ),
+    protection(
+        "secure: numbers do not wrap around",
+        "tests/flower/test_secure_fixed_point.py::test_what_is_beyond_the_bound_is_cut_off_and_counted",
+        ("flower/secure/fixed_point.py", "np.clip(part, -limit, limit, out=part)", "part"),
+    ),
+    protection(
+        "secure: a sum that cannot be is refused",
+        "tests/flower/test_secure_aggregation.py::"
+        "test_a_sum_that_honest_nodes_do_not_have_is_refused[noise]",
+        ("flower/secure/secure_trainer.py", "if self.knows_weights and int(sums[0]) != weights:", "if False:"),
+        ("flower/secure/vector.py", "if not 1 <= weight <= weights or clipped < 0 or not form.fits(total[HEAD:], weight):",
+         "if False:"),
+    ),
+    protection(
+        "secure: nothing leaves a node in the clear",
+        "tests/flower/test_secure_aggregation.py::"
+        "test_a_node_sends_nothing_in_the_clear_if_its_owner_says_so",
+        ("flower/secure/node.py", "    if is_wanted(context):\n", "    if False:\n"),
+    ),
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from prefed.experiments.config import Config, load
 from prefed.flower import protocol as p
 from prefed.flower.client import client_app
 from prefed.flower.deployment_options import Options
-from prefed.flower.server import FlowerTrainer
+from prefed.flower.server import trainer_class
 from prefed.training.mean import Mean
 from prefed.training.round import Server, server_update
 from prefed.training.run import Run
@@ -63,13 +63,17 @@ class Federation:
         ]
         # Node ids as Flower gives them: without any order.
         apps = {(7919 * n) % 1009 + 1: (client_app(self.path), c) for n, c in enumerate(places)}
-        self.grid = LoopbackGrid(apps, tamper or (lambda node, message, reply: reply))
         self.options = Options(**{"join_seconds": 2.0, "round_seconds": 20.0, **options})
+        self.grid = LoopbackGrid(
+            apps,
+            tamper or (lambda node, message, reply: reply),
+            run_config=self.options.to_run_config(),
+        )
 
     def deployment(self) -> Run:
         made = self.config.make_run(
             partial(
-                FlowerTrainer,
+                trainer_class(self.options),
                 grid=self.grid,
                 config=self.path.read_text(),
                 options=self.options,

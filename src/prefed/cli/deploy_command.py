@@ -57,6 +57,16 @@ def deploy(
         float | None,
         typer.Option(help="refuse updates that change the weights by more than this norm"),
     ] = None,
+    secure_aggregation: Annotated[
+        bool, typer.Option("--secure-aggregation", help="the server learns sums only")
+    ] = False,
+    secure_neighbours: Annotated[
+        int | None,
+        typer.Option(help="others that each node shares its secrets with; all unless set"),
+    ] = None,
+    largest_count: Annotated[
+        int, typer.Option(help="most samples of a client, for secure sums of the nodes' own data")
+    ] = 1_000_000,
     quiet: Quiet = False,
 ) -> None:
     """Run a config on Flower: on this machine, or written as an app for others.
@@ -86,7 +96,14 @@ def deploy(
     loaded = load(config, set)
     given = (min_fraction, retries, round_seconds, join_seconds, norm_cap)
     names = ("min_fraction", "retries", "round_seconds", "join_seconds", "norm_cap")
-    options = checked(Options, dict(zip(names, given, strict=True)))
+    secure = {
+        "secure_aggregation": secure_aggregation,
+        "secure_neighbours": secure_neighbours,
+        "largest_count": largest_count,
+    }
+    options = checked(Options, dict(zip(names, given, strict=True)) | secure)
+    if secure_aggregation and (local or simulate or 3) < 3:
+        raise typer.BadParameter("--secure-aggregation: a sum needs three nodes or more")
     if write is not None:
         from prefed.flower.write import write_app
 

@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
     if name in HOME:
         require_flower()
         return getattr(importlib.import_module(HOME[name]), name)
-    if not name.startswith("_"):
+    if name[:1].isupper():  # not a module of this package, which is asked for in this way too
         for kind in strategies():
             if kind.__name__ == name:
                 require_flower()

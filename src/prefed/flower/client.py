@@ -9,6 +9,7 @@ from flwr.clientapp import ClientApp
 
 from prefed.core.errors import PrefedError
 from prefed.flower import protocol as p
+from prefed.flower.secure import node as secure
 
 if TYPE_CHECKING:
     from prefed.flower.hosting import Host
@@ -33,10 +34,12 @@ def client_app(config: str | Path, data: OwnData | None = None) -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
+        secure.refuse_in_the_clear(context)
         return Message(_host(message, context).train(), reply_to=message)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
+        secure.refuse_in_the_clear(context)
         return Message(_host(message, context).evaluate(), reply_to=message)
 
     def _host(message: Message, context: Context) -> "Host":
@@ -44,6 +47,7 @@ def client_app(config: str | Path, data: OwnData | None = None) -> ClientApp:
 
         return Host(text, data, message.content, context)
 
+    secure.add_stages(app, place, _host)
     return app
 
 

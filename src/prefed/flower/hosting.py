@@ -2,7 +2,8 @@
 
 import tomllib
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from flwr.app import Context, MetricRecord, RecordDict
@@ -18,8 +19,22 @@ from prefed.flower.wire import pack_message, unpack
 from prefed.rules import State
 from prefed.training.admission import Spec, broadcast
 from prefed.training.engines.sequential import Sequential
-from prefed.training.messages import upload
+from prefed.training.messages import Message as PackedMessage
+from prefed.training.messages import receive, to_mean, upload
 from prefed.training.round import Server, first_kept
+
+if TYPE_CHECKING:
+    from prefed.flower.secure.fixed_point import Integers
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What local steps have made of one client."""
+
+    message: PackedMessage
+    samples: int
+    loss: float
+    about: dict[str, Any]
 
 
 class Host:
@@ -43,8 +58,46 @@ class Host:
         self.store = KeptState(state_directory(dict(context.node_config)), self.ask.run)
 
     def train(self) -> RecordDict:
-        run, reply = self.run, RecordDict()
-        algorithm, server = run.algorithm, self._server(run.server)
+        reply = RecordDict()
+        for client, trained in self._trained(self._server(self.run.server)):
+            about = {p.SAMPLES: trained.samples, p.LOSS: trained.loss}
+            reply[p.update_key(client)] = pack_message(trained.message)
+            reply[p.about_key(client)] = MetricRecord(trained.about | about)
+        return reply
+
+    def train_for_sum(
+        self, exponents: list[int], total_weight: int, largest_weight: int
+    ) -> "tuple[Integers, dict[str, MetricRecord]] | None":
+        """The sum of what the clients here would send, as secure aggregation adds it up, and what
+        may be known of each; None if an update is not finite."""
+        from prefed.flower.secure.vector import Form, whole_weight
+
+        run, server = self.run, self._server(self.run.server)
+        form = Form(run.algorithm, server)
+        fixed = form.fixed_point(exponents, total_weight)
+        total, abouts = None, {}
+        for client, trained in self._trained(server):
+            weight = whole_weight(run.settings.weight(client, trained.samples))
+            if weight > largest_weight:
+                raise PrefedError(  # which goes to the server: it may not say how many
+                    f"client {client} has more samples than largest-count = {largest_weight}; set "
+                    f"it higher in the run config"
+                )
+            received = receive(run.algorithm, server, trained.message)
+            steps = torch.tensor([run.settings.steps(trained.samples)], dtype=torch.float64)
+            values = to_mean(run.algorithm, {n: v[0] for n, v in received.items()}, steps)
+            vector = form.encode(fixed, values, trained.loss, weight)
+            if vector is None:
+                return None
+            total = vector if total is None else total + vector
+            abouts[p.about_key(client)] = MetricRecord(trained.about)
+        if total is None:
+            raise PrefedError("the server asks for none of the clients here")
+        return total, abouts
+
+    def _trained(self, server: Server) -> Iterator[tuple[int, Trained]]:
+        """Each client that is asked for, after its local steps; what it keeps is written."""
+        run, algorithm = self.run, self.run.algorithm
         engine = Sequential(run.task, run.data, run.settings)
         for client, kept, about in self._clients():
             update = engine.update(algorithm, server, [client], kept)
@@ -56,10 +109,8 @@ class Host:
             message, stays = upload(algorithm, server, update, [client], kept, run.settings.seed)
             if self.keeps:
                 self.store.write(client, self.ask.round, {n: v[0] for n, v in stays.items()})
-            about |= {p.SAMPLES: len(run.data.client(client)), p.LOSS: float(update.losses[0])}
-            reply[p.update_key(client)] = pack_message(message)
-            reply[p.about_key(client)] = MetricRecord(about)
-        return reply
+            samples, loss = len(run.data.client(client)), float(update.losses[0])
+            yield client, Trained(message, samples, loss, about)
 
     def evaluate(self) -> RecordDict:
         run, reply, evaluation = self.run, RecordDict(), self.run.client_evaluation

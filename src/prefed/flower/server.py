@@ -330,14 +330,22 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def trainer_class(options: Options) -> type[FlowerTrainer]:
+    if not options.secure_aggregation:
+        return FlowerTrainer
+    from prefed.flower.secure.secure_trainer import SecureTrainer
+
+    return SecureTrainer
+
+
 def run(text: str, grid: Grid, run_config: dict[str, Any], own_data: bool = False) -> None:
     loaded = load(tomllib.loads(text))
-    folder = Path(str(run_config["run-dir"]))
+    folder, options = Path(str(run_config["run-dir"])), Options.from_run_config(run_config)
     make_trainer = partial(
-        FlowerTrainer,
+        trainer_class(options),
         grid=grid,
         config=text,
-        options=Options.from_run_config(run_config),
+        options=options,
         own_data=own_data,
     )
     try:

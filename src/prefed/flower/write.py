@@ -20,6 +20,11 @@ INSIDE = {"client.py", "server.py"}
 def write_app(folder: Path, config: Config, options: Options, run_dir: str | None = None) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PrefedError(f"{folder}: is not empty; choose another directory")
+    if options.secure_aggregation:
+        from prefed.flower.secure.secure_trainer import check_secure
+
+        run = config.make_run()
+        check_secure(run.algorithm, run.settings, config.data.client_test > 0)
     name = re.sub(r"[^a-z0-9]+", "-", f"prefed-{config.algorithm.name}".lower()).strip("-")
     values = {
         "name": name,
