@@ -34,6 +34,16 @@ def check_secure(algorithm: Algorithm, settings: Settings, client_test: bool) ->
             f"secure_aggregation: {type(algorithm).__name__}'s clients meet in every local step; "
             f"it runs in simulation only"
         )
+    if settings.mean != "plain" or settings.state_mean not in (None, "plain"):
+        raise PrefedError(
+            "secure_aggregation: a robust mean looks at single updates, which the server does not "
+            "see; leave mean and state_mean out"
+        )
+    if settings.privacy is not None:
+        raise PrefedError(
+            "secure_aggregation: the mechanism of privacy clips each update on the server, which "
+            "does not see it; leave one of them out"
+        )
     if isinstance(settings.weighting, list):
         for weight in settings.weighting:
             whole_weight(weight)
