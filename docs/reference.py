@@ -26,7 +26,7 @@ from prefed.experiments.study import Study, Tuning, Variant
 from prefed.models import MODELS
 from prefed.rules import Rule
 from prefed.training.engines import ENGINES
-from prefed.training.privacy import AdaptiveClip, Privacy
+from prefed.training.privacy_setting import AdaptiveClip, Privacy
 
 GIVEN = {*GIVEN_TO_SPLITS, "inputs", "classes", "task", "data", "settings", "output", "y",
          "outputs", "targets"}  # fmt: skip

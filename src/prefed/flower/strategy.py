@@ -46,7 +46,7 @@ from prefed.rules import SGD, State
 from prefed.training.admission import LARGEST_COUNT, Admission, Refused, UntrustedUpdate, expected
 from prefed.training.mechanism import Mechanism
 from prefed.training.messages import depends_on_steps, mean_steps, to_mean
-from prefed.training.privacy import Privacy
+from prefed.training.privacy_setting import Privacy
 from prefed.training.private_runs import check_private
 from prefed.training.round import LOCAL_STEPS, Server, check_sharing, server_update
 

@@ -6,7 +6,7 @@ from prefed.algorithms import Algorithm
 from prefed.core.errors import PrefedError, did_you_mean
 from prefed.training.mechanism import Mechanism
 from prefed.training.messages import averaged, depends_on_steps
-from prefed.training.privacy import Privacy
+from prefed.training.privacy_setting import Privacy
 from prefed.training.round import LOCAL_STEPS, Server, policy
 from prefed.training.settings import Settings
 

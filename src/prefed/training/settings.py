@@ -20,7 +20,7 @@ from prefed.core.deprecated import with_new_names
 from prefed.core.plain import plain
 from prefed.training import metrics
 from prefed.training.goals import Goal, StopWhen
-from prefed.training.privacy import Privacy
+from prefed.training.privacy_setting import Privacy
 
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weighting = Annotated[
