@@ -21,7 +21,7 @@ SHORT = ["--set", "rounds=1", "--set", "local_steps=1"]
 SMALL = ["--set", "rounds=3", "--set", "local_steps=2", "--set", "model.hidden=[4]"]
 SMALL += ["--set", "data.split.clients=8", "--set", "clients_per_round=4"]
 PAGES: list[Any] = ["README.md", "docs/tour.md", "docs/own-algorithm.md", "docs/upload.md"]
-PAGES += ["docs/data.md", "docs/python.md", "docs/results.md"]
+PAGES += ["docs/data.md", "docs/python.md", "docs/results.md", "docs/privacy.md"]
 PAGES += [pytest.param(f"docs/{p}.md", marks=pytest.mark.slow) for p in ("experiments", "theory")]
 
 
