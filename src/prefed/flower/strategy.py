@@ -423,7 +423,7 @@ class Strategy(FlowerStrategy):
                     f"say of it has no privacy; give local_steps= to the strategy"
                 )
             if isinstance(self.privacy, Privacy):
-                check_private(self.algorithm, self.server, self.privacy)
+                check_private(self.algorithm, self.server, self.privacy, self.local_steps)
                 run = 1, 1, 1, self.local_steps, self.seed
                 self.mechanism = Mechanism(self.privacy, self.algorithm, *run, secret=True)
                 self.mechanism.prepare()
