@@ -31,7 +31,7 @@ from prefed.training.device_classes import DeviceClass
 from prefed.training.devices import Devices
 from prefed.training.distributions import Distribution
 from prefed.training.engines import ENGINES
-from prefed.training.privacy import AdaptiveClip, Privacy
+from prefed.training.privacy_setting import AdaptiveClip, Privacy
 
 GIVEN = {*GIVEN_TO_SPLITS, "inputs", "classes", "task", "data", "settings", "output", "y",
          "outputs", "targets"}  # fmt: skip

@@ -42,7 +42,7 @@ from prefed.training.engines import ENGINES, EngineWarning
 from prefed.training.means import MEANS
 from prefed.training.metrics import METRICS
 from prefed.training.observers import Callback
-from prefed.training.privacy import AdaptiveClip, Privacy
+from prefed.training.privacy_setting import AdaptiveClip, Privacy
 from prefed.training.result import Result
 from prefed.training.run import Run, Simulation
 from prefed.training.settings import Settings

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import time
+import tomllib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +20,14 @@ import torch
 import prefed
 from prefed.core.errors import PrefedError
 from prefed.experiments import checkpoints, run_directory
+from prefed.experiments.measures import describe
+from prefed.experiments.ranking import group, headings
+from prefed.report.curves import charts
 from prefed.training.accounting import Accountant
 from prefed.training.ledger import FILE, Ledger, Release
 from prefed.training.mechanism import Mechanism
 from prefed.training.run import Run
+from tests.helpers import ROOT
 from tests.helpers.problems import tiny_data, tiny_model
 
 OPTIONS: dict[str, Any] = {"rounds": 6, "local_steps": 2, "batch_size": 4, "clients_per_round": 3}
@@ -84,6 +90,11 @@ def test_a_budget_ends_a_run_before_the_round_that_would_pass_it(tmp_path: Path)
     stored = prefed.load_runs(tmp_path)[0]
     assert stored.status == "finished"
     assert stored.ended == last["ended"]
+    (ranked,) = group([stored])
+    column = headings(ranked, 0.5).index("epsilon")
+    assert ranked.cells(0.5)[column] == f"{last['epsilon']:.4g}"
+    assert "epsilon" in [chart.name for chart in charts([ranked])]
+    assert describe(stored.history[-1]).startswith("epsilon ")
     again = simulate(tmp_path, privacy=privacy, rounds=50, evaluate_every=100, resume=True)
     assert len(again.history) == len(result.history) == len(lines(tmp_path))
     with pytest.raises(PrefedError, match="the first round alone costs"):
@@ -161,6 +172,9 @@ def test_a_config_can_be_private_and_is_written_as_before_without(tmp_path: Path
     assert result.history[-1]["epsilon"] > 0
     with pytest.raises(PrefedError, match="privacy"):
         load(table, ["privacy.noise=1.0"])
+    page = (ROOT / "docs" / "privacy.md").read_text()
+    (written,) = re.findall(r"```toml\n(.*?)```", page, flags=re.S)
+    assert load(table | tomllib.loads(written)).privacy is not None
 
 
 # Kills. What has come into being is written down elsewhere, the moment it has, by the code of this

@@ -412,6 +412,12 @@ def test_workers_do_not_change_a_private_run(engine: str, where: str) -> None:
         (prefed.PreFedSync(), {}, {}, "every step"),
         (prefed.FedNova(), {}, {}, "averages gradients"),
         (prefed.PreFedOpt(), {}, {"local_steps": None, "local_epochs": 1}, "set local_steps"),
+        (
+            prefed.PreFed(bias_correction=True),
+            {"state_clip": {"m": 1.0, "P": 1.0}},
+            {"local_steps": None, "local_epochs": 1},
+            "bias correction",
+        ),
         (prefed.FedAvg(), {"where": "client", "clip": {"quantile": 0.5}}, {}, "should be a number"),
         (prefed.FedAvg(), {"neighbours": "replace"}, {}, 'accountant="pld"'),
         (prefed.FedAvg(), {"delta": 1.0}, {}, "less than 1"),

@@ -47,7 +47,7 @@ from prefed.training.admission import LARGEST_COUNT, Admission, Refused, Untrust
 from prefed.training.means.choice import Means
 from prefed.training.mechanism import Mechanism
 from prefed.training.messages import depends_on_steps, mean_steps, to_mean
-from prefed.training.privacy import Privacy
+from prefed.training.privacy_setting import Privacy
 from prefed.training.private_runs import check_private
 from prefed.training.round import LOCAL_STEPS, Server, check_sharing, server_update
 
@@ -447,7 +447,7 @@ class Strategy(FlowerStrategy):
                     f"say of it has no privacy; give local_steps= to the strategy"
                 )
             if isinstance(self.privacy, Privacy):
-                check_private(self.algorithm, self.server, self.privacy)
+                check_private(self.algorithm, self.server, self.privacy, self.local_steps)
                 run = 1, 1, 1, self.local_steps, self.seed
                 self.mechanism = Mechanism(self.privacy, self.algorithm, *run, secret=True)
                 self.mechanism.prepare()

@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import Any
 
 from prefed.core.errors import PrefedError
-from prefed.training.privacy import Privacy
+from prefed.training.privacy_setting import Privacy
 
 MISSING = "privacy: epsilon is counted by dp-accounting: pip install 'prefed[privacy]'"
 

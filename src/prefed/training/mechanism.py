@@ -29,7 +29,7 @@ from prefed.rules import State
 from prefed.training.accounting import Accountant
 from prefed.training.ledger import Ledger, Release
 from prefed.training.messages import averaged
-from prefed.training.privacy import Privacy
+from prefed.training.privacy_setting import Privacy
 from prefed.training.round import BUFFERS, LOCAL_STEPS, Server, Update
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from prefed.algorithms import Algorithm
 from prefed.core.errors import PrefedError, did_you_mean
 from prefed.training.mechanism import Mechanism
 from prefed.training.messages import averaged, depends_on_steps
-from prefed.training.privacy import Privacy
+from prefed.training.privacy_setting import Privacy
 from prefed.training.round import LOCAL_STEPS, Server, policy
 from prefed.training.settings import Settings
 
@@ -42,7 +42,7 @@ def make_mechanism(
             f"local_epochs: {type(algorithm).__name__} goes by how many local steps clients took, "
             f"which tells how many samples they have; set local_steps under privacy"
         )
-    check_private(algorithm, server, privacy)
+    check_private(algorithm, server, privacy, settings.local_steps)
     if server.buffers.numel() and algorithm.statistics == "average":
         raise PrefedError(
             f"privacy: the statistics of BatchNorm and its like are of clients' samples, and noise "
@@ -54,7 +54,9 @@ def make_mechanism(
     return Mechanism(privacy, algorithm, clients, cohort, *run, secret)
 
 
-def check_private(algorithm: Algorithm, server: Server, privacy: Privacy) -> None:
+def check_private(
+    algorithm: Algorithm, server: Server, privacy: Privacy, local_steps: int | None
+) -> None:
     """Raise if what clients of this algorithm send cannot be made private as asked for."""
     name = type(algorithm).__name__
     if algorithm.client_rule().lockstep:
@@ -66,6 +68,11 @@ def check_private(algorithm: Algorithm, server: Server, privacy: Privacy) -> Non
         raise PrefedError(
             f"privacy: {name} averages {', '.join(sorted(more))} besides what clients send; such "
             f"means are not made private"
+        )
+    if local_steps is None and any(n.endswith("_mass") for n in sent):
+        raise PrefedError(
+            f"local_steps: the bias correction of {name} goes by it, and what clients say of it "
+            f"has no noise; set local_steps under privacy, or bias_correction=False"
         )
     fields = algorithm.client_rule().fields(server.layout)
     shared = [

@@ -24,7 +24,7 @@ from prefed.training.attackers import AttackersOption
 from prefed.training.devices import Devices
 from prefed.training.goals import Goal, StopWhen
 from prefed.training.means.choice import MeanOption
-from prefed.training.privacy import Privacy
+from prefed.training.privacy_setting import Privacy
 
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weighting = Annotated[
