@@ -35,8 +35,10 @@ RULES: dict[str, dict[str, Any]] = {
     "fedbuff": FEDBUFF,
     "fedasync": FEDASYNC,
 }
+"""Options, and the weighting of clients if it is not uniform."""
 MORE_RULES: dict[str, dict[str, Any]] = {
     "fedbuff-all-in-flight": {"buffer": 3, "concurrency": 6},
+    "fedbuff-by-samples": {**FEDBUFF, "weighting": "samples"},
     "fedbuff-take": {**FEDBUFF, "state": "take"},
     "fedbuff-ignore": {**FEDBUFF, "state": "ignore"},
     "fedbuff-hinge": {**FEDBUFF, **HINGE},
@@ -115,6 +117,7 @@ def event_loop(name: str, run: prefed.Run, rule: dict[str, Any]) -> EventLoop:
         weight=lambda s: weight_of(rule, s),
         state_weight=lambda s: state_weight_of(rule, s),
         models=rule.get("mix") == "models",
+        p=[float(len(y)) for _, y in clients] if "weighting" in rule else None,
         options={"beta1": 0.9, "beta2": 0.9, "tau": 1e-3},
     )
 
@@ -136,7 +139,8 @@ def test_equals_a_numpy_event_loop_over_200_events(name: str, rule: dict[str, An
         seed=SEED,
         device=DEVICE,
         devices=UNLIKE,
-        asynchronous=rule,
+        asynchronous={key: value for key, value in rule.items() if key != "weighting"},
+        weighting=rule.get("weighting", "uniform"),
         evaluate_every=1000,
     )
     run = prefed.Run(algorithm, tiny_model(), tiny_data(), settings)
@@ -405,3 +409,11 @@ def test_a_config_says_it_too(tmp_path: Path) -> None:
     assert table["asynchronous"]["buffer"] == 2
     assert "asynchronous" not in small("prefed").to_dict()
     assert all(len(record["cohort"]) == 2 for record in whole.history)
+
+
+def test_a_run_that_is_given_more_rounds_is_the_longer_one(tmp_path: Path) -> None:
+    whole = late("prefed", "vectorised", rounds=9)
+    late("prefed", "vectorised", rounds=4, out=tmp_path)
+    longer = late("prefed", "vectorised", rounds=9, out=tmp_path, resume=True)
+    assert torch.equal(whole.weights, longer.weights)
+    assert without_seconds(whole) == without_seconds(longer)
