@@ -16,6 +16,10 @@ from tests.helpers.engine_runs import batchnorm
 from tests.helpers.problems import tiny_data, tiny_model
 
 OWN = [3, 1, 2, 0.5, 4, 1]
+LATE: dict[str, Any] = {
+    "steps_per_second": {"distribution": "lognormal", "median": 10.0, "sigma": 1.0},
+    "deadline": 0.25, "partial_work": True, "over_selection": 1.3, "vanish": 0.2,
+}  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
     "scaffold": {"engine": "sequential", "weighting": "samples", "clients_per_round": 5},
     "prefed": {"engine": "vectorised", "weighting": OWN, "clients_per_round": None},
@@ -32,6 +36,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "pair+both": {"engine": "sequential", "clients_per_round": 5},
     "prefed+align": {"engine": "vectorised", "clients_per_round": 4, "local_epochs": 1},
     "fedadam": {"engine": "sequential", "clients_per_round": 5, "client_dropout": 0.4, "quorum": 2},
+    "fedyogi": {"engine": "vectorised", "clients_per_round": 4, "devices": LATE},
 }
 MORE: dict[str, dict[str, Any]] = {
     "": {},

@@ -131,6 +131,7 @@ def test_a_name_stands_for_a_class() -> None:
         ({"up": {"distribution": "lognorm"}}, 'did you mean "lognormal"?'),
         ({"up": {"distribution": "lognormal", "median": 0, "sigma": 1}}, "up.median: should"),
         ({"up": {"distribution": "uniform", "low": 3, "high": 2}}, "low should not be above high"),
+        ({"up": {"median": 1.0}}, "Devices.up: should say which distribution it is"),
         ({"steps_per_second": 1.0, "seconds_per_sample": 1.0}, "take one of them"),
         ({"classes": {"fone": 1.0}}, 'did you mean "phone"?'),
         ({"classes": {"phone": 0.5}}, "the shares add up to 0.5"),

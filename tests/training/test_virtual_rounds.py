@@ -341,6 +341,20 @@ def test_the_clock_moves_on_until_there_is_a_quorum() -> None:
         run("fedavg", chain(), "vectorised", devices={"trace": str(path), "up": 1.0})
 
 
+@pytest.mark.parametrize("kind", ["trace", "windows"])
+def test_time_does_not_stop_where_devices_go_off(kind: str) -> None:
+    """On for a part of each period, at moments that no float hits: a round in each, and no more."""
+    path = Path(_folder) / "fractions.csv"
+    path.write_text("client,time,on\n0,0,0\n0,0.1,1\n0,0.30000001,0\n")
+    devices: dict[str, Any] = {"steps_per_second": 1e-3}  # nobody is ever done
+    if kind == "trace":
+        devices |= {"trace": str(path), "trace_repeats": 0.7}
+    else:
+        devices |= {"windows": {"start": 0.1 / 3600, "hours": 0.2 / 3600, "day": 0.7 / 3600}}
+    result = run("fedavg", chain(), "vectorised", devices=devices, rounds=300)
+    assert result.history[-1]["seconds_virtual"] == pytest.approx(299 * 0.7 + 0.3, abs=1e-4)
+
+
 # ----------------------------------------------------------------------------------- the rest
 
 

@@ -72,6 +72,9 @@ def explain(error: "ValidationError", model: "type[BaseModel]", prefix: str = ""
             expected = item["ctx"]["expected_tags"].replace("'", "").split(", ")
             tag = item["ctx"]["tag"]
             lines.append(f"{where}: unknown kind {tag!r}{did_you_mean(tag, expected)}")
+        elif item["type"] == "union_tag_not_found":
+            key = item["ctx"]["discriminator"].strip("'")
+            lines.append(f"{where}: should say which {key} it is, with the key {key}")
         elif not path:
             lines.append((prefix.rstrip(".") + ": " if prefix else "") + _text(item))
         else:

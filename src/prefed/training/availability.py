@@ -10,7 +10,8 @@ from prefed.training.distributions import Distribution, Rate, Span, amounts
 
 HOUR = 3600.0
 NEAR = 1e-9
-"""A share of a day: rounding must not make a device late for its own window."""
+"""A share of a day: rounding must neither make a device late for its own window, nor find it in
+one that has closed."""
 
 
 class Windows(BaseModel):
@@ -49,7 +50,8 @@ class Windows(BaseModel):
     def until_on(self, seed: int, now: float, clients: Numbers) -> Floats:
         """Seconds until each client can be asked; 0 if it can be now."""
         since, hours = self._position(seed, now, clients)
-        return np.where(since < hours, 0.0, (self.day - since) * HOUR)
+        is_open = since < hours - NEAR * self.day
+        return np.where(is_open, 0.0, (self.day - since) * HOUR)
 
     def until_off(self, seed: int, now: float, clients: Numbers) -> Floats:
         """Seconds until each client's window closes; 0 if it is closed."""

@@ -111,7 +111,7 @@ class Clock:
             more = float(np.partition(wait, quorum - 1)[quorum - 1])
             if not math.isfinite(more):
                 break
-            now += more
+            now = max(now + more, math.nextafter(now, math.inf))  # whatever rounding does
         raise PrefedError(
             f"devices: from {now:g} virtual seconds on there are never {quorum} clients that can "
             f"be asked at a time (the quorum); make the windows longer, or let the trace repeat"

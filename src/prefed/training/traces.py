@@ -30,6 +30,8 @@ from prefed.training.distributions import LARGEST, SMALLEST
 AMOUNTS = (
     "steps_per_second", "seconds_per_sample", "operations_per_second", "up", "down", "latency",
 )  # fmt: skip
+NEAR = 1e-6
+"""Seconds: a row holds so much earlier, or rounding could stop the clock just before it."""
 COLUMNS = ("client", "class", "time", "on", *AMOUNTS)
 WORDS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
@@ -55,11 +57,13 @@ class Trace:
 
     def rows(self, devices: Numbers, now: float) -> tuple[Numbers, float]:
         """The row that holds for each device at that time, and the time in the trace."""
-        now = now if self.repeat is None else math.fmod(now, self.repeat)
+        if self.repeat is not None:
+            now = math.fmod(now, self.repeat)
+            now = 0.0 if self.repeat - now < NEAR else now
         low, high = self.starts[devices], self.starts[devices + 1]
         while (high - low > 1).any():  # bisect, for all at once
             middle = (low + high) // 2
-            later = self.times[middle] <= now
+            later = self.times[middle] <= now + NEAR
             low, high = np.where(later, middle, low), np.where(later, high, middle)
         return low, now
 
