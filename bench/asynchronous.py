@@ -3,14 +3,15 @@
     python bench/asynchronous.py [--passes 20] [--workers 2]
 
 100 clients in flight, with lognormal speeds. A synchronous round averages 100 updates; the server
-of an asynchronous run steps for every 100, 50 or 10. All take turns, so that a busy moment of the
-machine hits all of them. Printed are the medians, and what asynchronous runs hold in memory.
+of an asynchronous run steps for every 100, 50 or 10. Smaller steps cost more in any run, so each
+is also compared with synchronous rounds of as many updates. All take turns, so that a busy moment
+of the machine hits all of them. Printed are the medians, and what asynchronous runs hold in memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
+from collections.abc import Callable
 
 import torch
 
@@ -25,18 +26,22 @@ DEVICES = {"steps_per_second": SPEED, "up": 1e6, "down": 4e6, "latency": 0.05}
 IN_FLIGHT = 100
 
 
-def make_run(algorithm: Algorithm, engine: str, workers: int, buffer: int | None) -> Run:
+SIZES = (100, 50, 10)
+
+
+def make_run(algorithm: Algorithm, engine: str, workers: int, size: int, late: bool) -> Run:
+    """size   updates in a round: of a cohort, or of a buffer if clients are late"""
     work = w1()
     settings = Settings(
         rounds=1_000_000,
-        clients_per_round=work.clients_per_round,
+        clients_per_round=size,
         local_steps=work.local_steps,
         batch_size=work.batch_size,
         engine=engine,
         workers=workers,
         device="cpu",
         devices=DEVICES,
-        asynchronous=None if buffer is None else {"buffer": buffer, "concurrency": IN_FLIGHT},
+        asynchronous={"concurrency": IN_FLIGHT} if late else None,
     )
     torch.manual_seed(0)
     return Run(algorithm, work.model(), work.data, settings)
@@ -45,20 +50,21 @@ def make_run(algorithm: Algorithm, engine: str, workers: int, buffer: int | None
 def held(run: Run) -> str:
     """What a run holds besides the server."""
     assert isinstance(run.trainer, AsynchronousTrainer)
-    under_way = run.trainer.underway
-    tensors = [
-        value
-        for began in under_way.versions.values()
-        for value in (began.weights, began.buffers, *began.shared.values())
-    ]
-    tensors += [
-        v
-        for row in under_way.held.values()
-        for v in (*row.update.values.values(), *row.update.kept.values())
-    ]
-    size = sum(tensor.nbytes for tensor in tensors) / run.server.weights.nbytes
-    counts = f"{len(under_way.versions)} versions and {len(under_way.held)} updates"
-    return f"{counts}, {size:.0f} times the weights"
+    underway = run.trainer.underway
+    versions = [(v.weights, v.buffers, *v.shared.values()) for v in underway.versions.values()]
+    updates = [row.update for row in underway.held.values()]
+    rows = [(*update.values.values(), *update.kept.values()) for update in updates]
+    size = sum(tensor.nbytes for tensors in versions + rows for tensor in tensors)
+    counts = f"{len(versions)} versions and {len(rows)} updates"
+    return f"{counts}, {size / run.server.weights.nbytes:.0f} times the weights"
+
+
+def rounds_of(run: Run, count: int) -> Callable[[], None]:
+    def rounds() -> None:
+        for _ in range(count):
+            run.run_round()
+
+    return rounds
 
 
 def main() -> None:
@@ -68,30 +74,24 @@ def main() -> None:
     parser.add_argument("--engine", default="vectorised")
     arguments = parser.parse_args()
     for algorithm in (FedAvg(client_lr=0.05), PreFed()):
-        runs = {
-            buffer: make_run(algorithm, arguments.engine, arguments.workers, buffer)
-            for buffer in (None, 100, 50, 10)
-        }
-        start = time.perf_counter()
-        for run in runs.values():
-            for _ in range(12):  # until as many versions are in use as will be
-                run.run_round()
-
-        def updates(run: Run, buffer: int | None) -> None:
-            for _ in range(IN_FLIGHT // (buffer or IN_FLIGHT)):
-                run.run_round()
-
-        rounds = {str(b): (lambda run=run, b=b: updates(run, b)) for b, run in runs.items()}
+        how = algorithm, arguments.engine, arguments.workers
+        runs = {(n, late): make_run(*how, n, late) for n in SIZES for late in (False, True)}
+        rounds = {}
+        for (size, late), run in runs.items():
+            rounds[f"{size} {late}"] = rounds_of(run, IN_FLIGHT // size)
+            rounds_of(run, 12)()  # until as many versions are in use as will be
         times = interleaved(rounds, arguments.passes)
-        whole = times.pop("None")
-        name = type(algorithm).__name__
-        print(f"{name}, {runs[None].trainer.engine}: synchronous {IN_FLIGHT / whole:.0f} updates/s")
-        for buffer, seconds in times.items():
+        whole = times[f"{IN_FLIGHT} False"]
+        speed = f"{IN_FLIGHT / whole:.0f} updates a second in synchronous rounds of {IN_FLIGHT}"
+        print(f"{type(algorithm).__name__}, {runs[IN_FLIGHT, False].trainer.engine}: {speed}")
+        for size in SIZES:
+            alike, seconds = times[f"{size} False"], times[f"{size} True"]
             print(
-                f"  buffer {buffer:>3}: {IN_FLIGHT / seconds:.0f} updates/s, {whole / seconds:.2f} "
-                f"of synchronous; holds {held(runs[int(buffer)])}"
+                f"  buffer {size:>3}: {IN_FLIGHT / seconds:.0f} updates a second, "
+                f"{whole / seconds:.2f} of that, and {alike / seconds:.2f} of synchronous rounds "
+                f"of {size}; holds {held(runs[size, True])}",
+                flush=True,
             )
-        print(f"  ({time.perf_counter() - start:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

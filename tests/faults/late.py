@@ -7,6 +7,7 @@ back from the checkpoint.
 
 from __future__ import annotations
 
+import heapq
 import random
 import shutil
 import signal
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from prefed.training import asynchronous_trainer, events
+from prefed.training import asynchronous_trainer
 from tests.faults.kill import at_random_moments, die
 from tests.faults.trials import (
     checkpoint_every_round,
@@ -64,9 +65,9 @@ def die_at_event(number: int | None, note: Path) -> Callable[[], None]:
 
             return call
 
-        events.heapq.heappop = counted(events.heapq.heappop)  # type: ignore[assignment]
-        real = asynchronous_trainer.receive_block
-        asynchronous_trainer.receive_block = counted(real)  # type: ignore[assignment]
+        heapq.heappop = counted(heapq.heappop)
+        owner: Any = asynchronous_trainer
+        owner.receive_block = counted(owner.receive_block)
 
     return patch
 

@@ -124,8 +124,10 @@ class Events:
         if self.who.until_on is None or not free:
             return False
         wait = min(self.who.until_on(self.now, free))
-        self.now += wait if math.isfinite(wait) else 0
-        return math.isfinite(wait)
+        if not math.isfinite(wait):
+            return False
+        self.now = max(self.now + wait, math.nextafter(self.now, math.inf))  # however it rounds
+        return True
 
     def state(self) -> dict[str, Tensor]:
         """As a checkpoint holds it."""

@@ -18,6 +18,7 @@ Nothing happens to an update that is not old, if alpha is 1: then a round has it
 
 from collections.abc import Collection
 
+import torch
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
@@ -51,7 +52,7 @@ def brought_up_to_date(
                 assert began is not None
                 found[name] = sent + (now.shared[name] - began.shared[name])
         else:
-            found[name] = sent if share == 1 else sent * share + held(now, name) * (1 - share)
+            found[name] = sent if share == 1 else torch.lerp(held(now, name), sent, share)
     return found
 
 

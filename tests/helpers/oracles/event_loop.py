@@ -44,6 +44,7 @@ class EventLoop:
     seconds    (client) -> from the invitation to the arrival
     order      (version) -> clients in the order in which they are to be asked
     anyone     (version, job, busy) -> the client to ask when all of those have been
+    p          how much each client counts in means; None: all the same
     """
 
     name: str
@@ -60,6 +61,7 @@ class EventLoop:
     weight: Callable[[int], float]
     state_weight: Callable[[int], float]
     models: bool = False
+    p: Sequence[float] | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -97,19 +99,20 @@ class EventLoop:
         weights = [self.weight(self.version - a.version) for a in buffer]
         total = np.zeros_like(self.w)
         moved = {name: np.zeros_like(value) for name, value in self.state.items()}
-        for a, s in zip(buffer, weights, strict=True):
-            total += s * (a.w_end - (self.w if self.models else a.w_begin))
+        p = [1.0 if self.p is None else self.p[a.client] for a in buffer]
+        for a, s, p_i in zip(buffer, weights, p, strict=True):
+            total += p_i * s * (a.w_end - (self.w if self.models else a.w_begin))
             share = self.state_weight(self.version - a.version)
             for name in moved:
                 if name == "c":
-                    moved[name] += a.state_end["c"] - self.c_of[a.client]
+                    moved[name] += p_i * (a.state_end["c"] - self.c_of[a.client])
                     self.c_of[a.client] = a.state_end["c"]
                 else:
-                    moved[name] += share * (a.state_end[name] - self.state[name])
-        count = len(buffer)
-        self.w = self.w + total / count
+                    moved[name] += p_i * share * (a.state_end[name] - self.state[name])
+        self.w = self.w + total / sum(p)
         for name, by in moved.items():
-            self.state[name] = self.state[name] + by / (self.n_clients if name == "c" else count)
+            speaks_for = len(buffer) / self.n_clients if name == "c" else 1.0
+            self.state[name] = self.state[name] + speaks_for * by / sum(p)
         ages = [self.version - a.version for a in buffer]
         self.log.append(
             {
