@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import prefed
 from prefed.core import draws
 from prefed.training.asynchronous_trainer import AsynchronousTrainer
+from prefed.training.events import Events, Population, Work
 from prefed.training.local_trainer import LocalTrainer
 from prefed.training.round import Server
 from prefed.training.trainer import Arrived
@@ -348,19 +351,36 @@ def test_versions_are_held_only_while_they_are_needed() -> None:
 
 
 def test_clients_are_invited_in_their_windows() -> None:
-    """Each can be asked in the first hour of a day of its own; nobody trains through the night."""
+    """Each can be asked in an hour of the day of its own."""
     windows = {"start": {"distribution": "uniform", "low": 0.0, "high": 24.0}, "hours": 1.0}
-    result = late("fedavg", "sequential", devices={**ALIKE, "windows": windows}, rounds=6)
-    again = late("fedavg", "sequential", devices={**ALIKE, "windows": windows}, rounds=6)
-    assert without_seconds(result) == without_seconds(again)
-    hours = [record["seconds_virtual"] / 3600 for record in result.history]
-    assert hours == sorted(hours)
-    assert hours[-1] > 1
-    devices = prefed.Devices(**ALIKE, windows=windows)
-    for record in result.history:
-        job = record["seconds_virtual"] - 0.3 - 0.2 - 2  # the newest began a little before
-        last = record["cohort"][-1]
-        assert devices.until_on(5, job, [last])[0] < 3600
+    settings = prefed.Settings(
+        rounds=6, local_steps=2, batch_size=4, device=DEVICE, engine="sequential",
+        devices={**ALIKE, "windows": windows}, asynchronous=LATE,
+    )  # fmt: skip
+    run = prefed.Run(prefed.FedAvg(), tiny_model(), tiny_data(), settings)
+    trainer = run.trainer
+    assert isinstance(trainer, AsynchronousTrainer)
+    began, devices = [], trainer.clock.devices
+    for record in run.rounds():
+        assert sorted(record["cohort"]) == sorted(job.client for job in trainer.filled.buffer)
+        began += [(job.client, job.time - job.seconds) for job in trainer.filled.buffer]
+    assert all(devices.until_on(0, time + 1e-3, [client])[0] == 0 for client, time in began)
+    assert run.seconds_virtual > 3600  # the second must wait for a window
+
+
+def test_when_nobody_can_ever_be_asked_it_says_so() -> None:
+    def work(version: int, clients: Sequence[int], now: float) -> list[Work]:
+        return [(False, 0, 1.0) for _ in clients]
+
+    def until_on(now: float, clients: Sequence[int]) -> list[float]:
+        return [0.0 if now < 5 else math.inf for _ in clients]
+
+    events = Events(Population(0, 10, 3, 4, work, until_on))
+    sizes = [len(events.fill_buffer(version).buffer) for version in range(6)]
+    assert sizes[:5] == [3] * 5
+    with pytest.raises(prefed.PrefedError, match="no client can ever be asked"):
+        for version in range(6, 12):
+            events.fill_buffer(version)
 
 
 def test_when_all_are_lost_the_version_is_skipped() -> None:
