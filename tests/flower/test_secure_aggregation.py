@@ -48,12 +48,17 @@ def assert_is_plain_mean(
         assert (np.abs(found[name].double().numpy().reshape(-1) - exact) <= bound).all(), name
 
 
-@pytest.mark.parametrize("algorithm", [
-    {"name": "fedavg"}, {"name": "prefed"}, {"name": "prefedopt"}, {"name": "scaffold"},
-    {"name": "fednova"}, {"name": "adaalter"}, {"name": "prefedlite"},
-    {"name": "prefed", "momentum": "keep", "personal": ["@last"]},
+MORE: list[dict[str, Any]] = [
+    {"name": "prefedopt"}, {"name": "scaffold"}, {"name": "adaalter"},
     {"name": "prefed", "shape": "kronecker"}, {"name": "fedavg", "upload": "topk(0.1)"},
     {"name": "prefed", "P_every": 3, "aggregate": "sqrtP"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", [
+    {"name": "prefed"}, {"name": "fednova"}, {"name": "prefedlite"},
+    {"name": "prefed", "momentum": "keep", "personal": ["@last"]},
+    *(pytest.param(more, marks=pytest.mark.slow) for more in MORE),
 ], ids=str)  # fmt: skip
 def test_the_plain_mean(algorithm: dict[str, Any], tmp_path: Path) -> None:
     samples = algorithm["name"] in ("prefed", "fednova")
@@ -172,7 +177,9 @@ def vectors(change: Any, node: int = 4) -> Tamper:
 
 
 @pytest.mark.parametrize("change", [
-    lambda v: v[:-1], lambda v: v.astype(np.float64), lambda v: v[None],
+    lambda v: v[:-1],
+    pytest.param(lambda v: v.astype(np.float64), marks=pytest.mark.slow),
+    pytest.param(lambda v: v[None], marks=pytest.mark.slow),
     lambda v: Array("int64", v.shape, "numpy.ndarray", Array(v).data[:-8]),
 ], ids=["short", "floats", "shape", "lying header"])  # fmt: skip
 def test_a_vector_of_another_form_is_refused_and_its_node_left_out(

@@ -39,13 +39,15 @@ inner = client_app(Path(__file__).with_name("config.toml"))
 class Dying(ClientApp):
     def __call__(self, message, context):
         if WHEN.get(context.node_config["partition-id"]) == message.metadata.message_type:
-            os._exit(1)
+            if KILLED:  # Flower notices after a minute or so
+                os._exit(1)
+            raise RuntimeError("this node fails")
         return inner(message, context)
 
 
 app = Dying()
 """
-"""A ClientApp whose process ends, on some nodes, when a stage begins."""
+"""A ClientApp that fails, or whose process ends, on some nodes when a stage begins."""
 
 
 def config_of(clients: int) -> Config:
@@ -55,10 +57,16 @@ def config_of(clients: int) -> Config:
     ])  # fmt: skip
 
 
-def start(flower: LocalFlower, folder: Path, config: Config, when: dict[int, str]) -> None:  # noqa: F811
+def start(
+    flower: LocalFlower,  # noqa: F811
+    folder: Path,
+    config: Config,
+    when: dict[int, str],
+    killed: bool,
+) -> None:
     app, nodes = flower.home / "app", config.clients_per_round or 0
     write_app(app, config, Options(secure_aggregation=True, round_seconds=300.0))
-    (app / "prefed_app" / "client.py").write_text(f"WHEN = {when}\n{DYING}")
+    (app / "prefed_app" / "client.py").write_text(f"WHEN, KILLED = {when}, {killed}\n{DYING}")
     place = {PARTITIONS: nodes, "state-dir": str(folder / "nodes"), "secure-aggregation": True}
     for number in range(nodes):
         flower.add_supernode(f"supernode-{number}", {PARTITION: number, **place})
@@ -82,9 +90,9 @@ def assert_is_plain_mean(folder: Path, config: Config, without: set[int]) -> dic
 
 
 @pytest.mark.process
-def test_three_nodes_of_which_one_dies(flower: LocalFlower, tmp_path: Path) -> None:  # noqa: F811
+def test_three_nodes_of_which_one_fails(flower: LocalFlower, tmp_path: Path) -> None:  # noqa: F811
     folder, config = tmp_path / "run", config_of(3)
-    start(flower, folder, config, {2: f"train.{m.MASKED}"})
+    start(flower, folder, config, {2: f"train.{m.MASKED}"}, killed=False)
     records: list[dict[str, Any]] = []
     follow(folder, 1, flower, ("superlink", "run"), records.append)
     assert [*records[0]["refused"]] == ["2"]
@@ -96,7 +104,7 @@ def test_three_nodes_of_which_one_dies(flower: LocalFlower, tmp_path: Path) -> N
 def test_eight_nodes_of_which_two_die(flower: LocalFlower, tmp_path: Path) -> None:  # noqa: F811
     """One SuperNode is killed while it trains, and one ClientApp dies after its upload."""
     folder, config = tmp_path / "run", config_of(8)
-    start(flower, folder, config, {5: f"query.{m.UNMASK}"})
+    start(flower, folder, config, {5: f"query.{m.UNMASK}"}, killed=True)
     log = flower.logs / "supernode-2.log"
     wait_until(lambda: log.exists() and f"train.{m.MASKED}" in log.read_text(), 600)
     os.killpg(flower.processes["supernode-2"].pid, signal.SIGKILL)

@@ -39,8 +39,11 @@ def test_the_sum_is_exact_with_a_quarter_gone(gone: dict[int, str]) -> None:
     assert talk.session.survivors == {*EIGHT} - lost
 
 
+SLOW = [pytest.param(count, marks=pytest.mark.slow) for count in (4, 6, 10)]
+
+
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("count", [3, 4, 6, 9, 10])
+@pytest.mark.parametrize("count", [3, 9, *SLOW])
 def test_a_third_may_be_gone_and_no_more(count: int, stage: str) -> None:
     numbers = range(10, 10 + count)
     last = numbers[-(count // 3) :]
