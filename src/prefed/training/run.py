@@ -121,7 +121,7 @@ class Run:
         if settings.asynchronous is not None and not self.trainer.is_asynchronous:
             raise PrefedError(
                 "asynchronous: is for simulations in one process, not for several ranks (torchrun) "
-                "and not for Flower's nodes; leave it out, or run with --workers"
+                "and not for Flower's nodes; leave it out, or set workers in place of ranks"
             )
         self.clock = self._clock()
         """The virtual time of synchronous rounds; None if there is none."""
