@@ -1,5 +1,6 @@
 """What an asynchronous run holds for clients in flight: versions to begin with, and updates that
-were trained before they arrive. Together never more than one of either for each client."""
+were trained before they arrive: for each client one of either, or both where an update can be used
+only beside the version that it began with (SCAFFOLD, mix="models")."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
