@@ -209,13 +209,9 @@ def compare(
     records = [simulation.run_round() for _ in range(ROUNDS)]
     cohorts = [record["cohort"] for record in records]
     assert len({tuple(c) for c in cohorts}) > 1
-    defaults: dict[str, Any] = {}
+    defaults = known_to_oracle(name, 3)
     if "server_lr" not in options:
         defaults["server_lr"] = algorithm.server_lr
-    if {"shape", "means"} & type(algorithm).model_fields.keys() or name in BY_TENSOR:
-        defaults["tensors"] = TENSORS
-    if name == "fedpac":
-        defaults["uniform"] = lambda t, i, k, n: draws.generator(3, "labels", t, i, k).random(n)
     trace = oracles.run(
         name,
         {**options, **defaults},
@@ -245,6 +241,17 @@ def compare(
         assert kept.keys() == trace.kept[-1][client].keys()
         for field, value in kept.items():
             close(value, trace.kept[-1][client][field], tolerance)
+
+
+def known_to_oracle(name: str, seed: int) -> dict[str, Any]:
+    """What an oracle needs besides the options: where tensors lie, and drawn numbers."""
+    more: dict[str, Any] = {}
+    fields = prefed.ALGORITHMS.get(name).model_fields
+    if {"shape", "means"} & fields.keys() or name in BY_TENSOR:
+        more["tensors"] = TENSORS
+    if name == "fedpac":
+        more["uniform"] = lambda t, i, k, n: draws.generator(seed, "labels", t, i, k).random(n)
+    return more
 
 
 def passes(

@@ -10,7 +10,7 @@ import pytest
 
 import prefed
 from prefed.core import draws
-from tests.algorithms.test_oracles import CASES, EPOCHS, TENSORS, close
+from tests.algorithms.test_oracles import CASES, EPOCHS, close, known_to_oracle
 from tests.helpers import oracles
 from tests.helpers.problems import SIZES, arrays, tiny_data, tiny_model
 
@@ -49,9 +49,7 @@ def test_partial_work(name: str, engine: str, trace: str) -> None:
             drawn = draws.batches(SEED, round, client, samples, STEPS * BATCH)
             return [*drawn.reshape(STEPS, BATCH)[: TAKEN[client]]]
 
-        more: dict[str, Any] = {"server_lr": algorithm.server_lr, **options}
-        if "shape" in type(algorithm).model_fields:
-            more["tensors"] = TENSORS
+        more = {"server_lr": algorithm.server_lr, **options, **known_to_oracle(name, SEED)}
         expected = oracles.run(
             name, more, lambda w, x, y: oracles.loss_and_grad(w, x, y, SIZES), start, clients,
             cohorts, None, batches=batches, weighting="samples", n_clients=len(clients),

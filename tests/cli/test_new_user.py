@@ -338,8 +338,8 @@ def test_errors_and_the_log_are_folded_between_words(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_not_there(tmp_path: Path) -> None:
-    text = refused(prefed_here("cat", "nosuch", cwd=tmp_path))
-    assert text.strip() == "error: nothing is called 'nosuch'; `prefed ls` lists what there is"
+    text = refused(prefed_here("cat", "zzzz", cwd=tmp_path))
+    assert text.strip() == "error: nothing is called 'zzzz'; `prefed ls` lists what there is"
     near = refused(prefed_here("cat", "fedagv", cwd=tmp_path))
     assert 'did you mean "fedavg" or "fedavgm"' in near
     assert "`prefed ls` lists" in near

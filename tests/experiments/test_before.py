@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,24 @@ def check_end(folder: Path, name: str) -> None:
                 assert record[key] == value, key
     model = safetensors.torch.load_file(folder / name / "model.safetensors")
     assert model.keys() == wanted["weights"].keys()
+    near: dict[str, float] = {"rtol": 1e-5, "atol": 1e-7}
+    if not rounds_alike(name):
+        # The root of a covariance matrix divides rounding errors by tau where P is small.
+        near = {"rtol": 1e-3, "atol": 1e-5}
     for key, tensor in model.items():
         before = torch.tensor(wanted["weights"][key], dtype=torch.float64)
-        torch.testing.assert_close(tensor.double().flatten(), before, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(tensor.double().flatten(), before, **near)
+
+
+@cache
+def rounds_alike(name: str) -> bool:
+    """This processor rounds as the one did that the run was begun on: the first two rounds, when
+    computed anew, end in the weights of the checkpoint."""
+    run = load("digits-noniid", COMMANDS[name]).make_run()
+    for _ in run.rounds(until=2):
+        pass
+    (saved,) = (BEFORE / name / "checkpoints").glob("*2/state.safetensors")
+    return torch.equal(run.server.weights, safetensors.torch.load_file(saved)["weights"])
 
 
 def test_all_are_there() -> None:
@@ -96,7 +112,11 @@ def test_the_config_that_was_written_then_can_be_run_now(folder: Path) -> None:
     assert "\nclient_dropout = 0.2\n" in written
     a, b = (safetensors.torch.load_file(folder / n / "model.safetensors")
             for n in ("scaffold", "anew"))  # fmt: skip
-    assert all(torch.equal(a[key], b[key]) for key in a)
+    for key, value in a.items():
+        if rounds_alike("scaffold"):
+            assert torch.equal(value, b[key])
+        else:  # the first rounds of one are of another processor
+            torch.testing.assert_close(value, b[key], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.long

@@ -190,9 +190,14 @@ def test_with_equal_devices_it_is_a_synchronous_run_bit_for_bit(name: str, engin
 LATE = {"buffer": 2, "concurrency": 4}
 
 
+BLOWN_UP = {"fedadamw", "fedlion", "fedmuon"}
+"""A bias before BatchNorm has no gradient but rounding errors, of which these make whole steps."""
+
+
 def late(name: str, engine: str, **options: Any) -> prefed.Result:
     settings = {"devices": UNLIKE, "asynchronous": LATE, "rounds": 15}
-    return run_of(name, batchnorm(), engine, **settings | options)
+    model = tiny_model() if name in BLOWN_UP else batchnorm()
+    return run_of(name, model, engine, **settings | options)
 
 
 def without_seconds(result: prefed.Result) -> list[dict[str, Any]]:

@@ -23,7 +23,9 @@ class GPT(nn.Module):
     shares its weights with the embedding.
 
     size       "nano", "micro", "mini" or "small" (GPT-2's own): width, layers and heads
-    width      in place of the size's, and so layers, heads
+    width      of the embedding and of each block, in place of the size's
+    layers     how many blocks, in place of the size's
+    heads      of the attention, in place of the size's
     positions  "learned", or "rotary": turned queries and keys
     dropout    of the embedding, of the attention, and of what the blocks add
     """

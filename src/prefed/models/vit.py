@@ -22,7 +22,9 @@ class ViT(nn.Module):
     the sequence, which stands for no patch, ends in the scores.
 
     size      "nano", "tiny", "small" or "base" (those of DeiT): width, layers and heads
-    width     in place of the size's, and so layers, heads
+    width     of the embedding and of each block, in place of the size's
+    layers    how many blocks, in place of the size's
+    heads     of the attention, in place of the size's
     patch     the side of a patch, in pixels
     dropout   of the attention and of what the blocks add
     """
