@@ -30,7 +30,7 @@ from prefed.core.safe_files import write_whole
 from prefed.data import Dataset, FederatedData
 from prefed.experiments.config import Config, load
 
-OUT = Path(__file__).parent.parent / "docs" / "results" / "privacy.json"
+OUT = Path(__file__).parent.parent / "docs" / "results" / "privacy" / "runs.json"
 EPSILONS = [1.0, 2.0, 4.0, 8.0, math.inf]
 DELTA = 1e-5
 TUNING_SEED, SEEDS = 1000, [0, 1, 2]
@@ -194,8 +194,9 @@ def main() -> None:
     if not given.smoke:
         chosen = [(n, e, best(results, n, e)) for n, e in cells]
         carry_out([(n, e, job, seed) for n, e, job in chosen if job for seed in SEEDS])
-    write_whole(given.out.with_suffix(".md"), table(results, rounds))
-    print(given.out.with_suffix(".md"))
+    page = given.out.parent.with_suffix(".md")
+    write_whole(page, table(results, rounds))
+    print(page)
 
 
 if __name__ == "__main__":

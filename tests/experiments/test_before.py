@@ -64,13 +64,13 @@ def check_end(folder: Path, name: str) -> None:
                 assert record[key] == value, key
     model = safetensors.torch.load_file(folder / name / "model.safetensors")
     assert model.keys() == wanted["weights"].keys()
-    near: dict[str, float] = {"rtol": 1e-5, "atol": 1e-7}
+    rtol, atol = 1e-5, 1e-7
     if not rounds_alike(name):
         # The root of a covariance matrix divides rounding errors by tau where P is small.
-        near = {"rtol": 1e-3, "atol": 1e-5}
+        rtol, atol = 1e-3, 1e-5
     for key, tensor in model.items():
         before = torch.tensor(wanted["weights"][key], dtype=torch.float64)
-        torch.testing.assert_close(tensor.double().flatten(), before, **near)
+        torch.testing.assert_close(tensor.double().flatten(), before, rtol=rtol, atol=atol)
 
 
 @cache

@@ -30,6 +30,7 @@ class FedAdamW(Directed):
     (upload d, and the number of blocks).
 
     Where the paper and its code disagree, this is the paper:
+
     - v: the code sends all of it, as means = "whole" does here (upload 2d). A block is a tensor of
       the model, as a line in the code has it that is commented out, or a "row" of one. The paper
       has more for attention, by heads, which the names of tensors do not tell.

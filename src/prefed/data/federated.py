@@ -130,10 +130,8 @@ class FederatedData:
     transform  applied to each batch of x on its way to the model, so that x can stay uint8
     augment    applied to each batch of x before that, in training only: (x, generator) -> x
     parts      if `clients` is one data set, or one pair: the sample numbers of each client
-    x, y       the columns of a data set whose samples are dicts, such as "image" and "label"; x may
-               be a dict {keyword of the model: column}
-    pad        what rows of unequal length (lists, columns of a data set) are padded with, to the
-               longest of each batch: a number for x, or a dict by keyword; y gets "y", or -100
+    x, y       columns, if samples are dicts: "image", "label"; x may be {keyword: column}
+    pad        fills rows of unequal length: a number, or {keyword: number}; y gets "y", or -100
     collate    makes x and y of a list of samples, if pairs and columns do not say it
     client_tests  test samples of each client, in the form of `clients`; see also `hold_out`
     """

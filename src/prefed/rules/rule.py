@@ -84,11 +84,9 @@ class Rule(ABC):
 
     def other(self, k: int) -> Other | None:
         """Another gradient, at the weights before step k of a client's round, that the step needs
-        as `state["other"]`, on (d) or (C, d):
-
-        "whole"   that of all samples of the client
-        "drawn"   that of the step's batch with labels drawn from the model's own output, times the
-                  root of their number: its square estimates the diagonal of the Gauss-Newton matrix
+        as `state["other"]`, on (d) or (C, d): "whole" is that of all samples of the client,
+        "drawn" that of the step's batch with labels drawn from the model's own output, times the
+        root of their number, so that its square estimates the diagonal of the Gauss-Newton matrix.
 
         A rule that needs one in any step needs one in step 0.
         """
