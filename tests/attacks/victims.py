@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 import prefed
 from prefed.data.digits import digits, to_unit_range
+from prefed.training.mechanism import Mechanism
+from prefed.training.round import Server
 from tests.attacks.attacks import BETA1, BETA2, Seen
 from tests.helpers.problems import local
 
@@ -25,6 +27,8 @@ class Victims:
     samples: list[tuple[Tensor, Tensor]]
     sent: Seen
     uploads: list[Seen]
+    algorithm: prefed.Algorithm
+    server: Server
 
 
 def attacked(
@@ -46,7 +50,8 @@ def attacked(
     for client in range(len(samples)):
         ((_, update),) = trainer._updates(run.server, [client])
         uploads.append({name: value[0].clone() for name, value in update.values.items()})
-    return Victims(model, samples, {n: v.clone() for n, v in sent.items()}, uploads)
+    known = {n: v.clone() for n, v in sent.items()}
+    return Victims(model, samples, known, uploads, algorithm, run.server)
 
 
 def linear(seed: int = 0) -> nn.Module:
@@ -59,25 +64,27 @@ def images() -> tuple[Tensor, Tensor]:
     return to_unit_range(torch.as_tensor(data.x)).double(), torch.as_tensor(data.y)
 
 
-def clipped(values: dict[str, Tensor], norms: dict[str, float]) -> Seen:
-    return {n: v * min(1.0, norms[n] / max(float(v.norm()), 1e-300)) for n, v in values.items()}
+def mechanism(victims: Victims, clips: dict[str, float], seed: int) -> Mechanism:
+    """That of a private run with these clips, for a cohort of one."""
+    shared = {name: clip for name, clip in clips.items() if name != "weights"}
+    privacy = prefed.Privacy(
+        noise_multiplier=NOISE, clip=clips["weights"], state_clip=shared, sampling="fixed"
+    )
+    return Mechanism(privacy, victims.algorithm, CLIENTS, 1, 1, 1, seed)
 
 
-def behind_noise(victims: Victims, seed: int = 0) -> list[Seen]:
-    """What an attacker who knows all other clients has of each after central differential privacy:
-    every part clipped to the median of the clients' norms, and Gaussian noise on it. By hand."""
-    generator = torch.Generator().manual_seed(seed)
-    names = list(victims.uploads[0])
-    norms = {n: float(torch.stack([u[n].norm() for u in victims.uploads]).median()) for n in names}
+def behind_noise(victims: Victims) -> list[Seen]:
+    """What an attacker who knows all other clients has of each of a private run: what is released
+    of this client alone, every part clipped to the median of the clients' norms."""
+    server, uploads = victims.server, victims.uploads
+    names = ["weights", *(n for n in victims.server.shared if n in uploads[0])]
+    free = mechanism(victims, dict.fromkeys(names, 1e100), 0)
+    parts = [free.contribution(server, upload) for upload in uploads]
+    clips = {n: float(torch.stack([part[n].norm() for part in parts]).median()) for n in names}
     seen = []
-    for upload in victims.uploads:
-        noisy = clipped(upload, norms)
-        for name, value in noisy.items():
-            # Parts of one upload: together they change by sqrt(parts) in units of their norms.
-            scale = NOISE * len(names) ** 0.5 * norms[name]
-            value += scale * torch.randn(value.shape, generator=generator, dtype=value.dtype)
-        noisy["P"].clamp_(min=0)
-        seen.append(noisy)
+    for client, upload in enumerate(uploads):
+        own = mechanism(victims, clips, seed=client)
+        seen.append(own.release(server, own.contribution(server, upload), 1, 1))
     return seen
 
 
