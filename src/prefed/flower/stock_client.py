@@ -34,13 +34,13 @@ from prefed.flower.wire import pack, unpack
 from prefed.optim import Covariance
 from prefed.rules import Field, State
 from prefed.training.admission import Spec, broadcast
+from prefed.training.checks import check_parts
 from prefed.training.round import (
     BUFFERS,
     PERSONAL,
     STEPS,
     Block,
     Server,
-    check_parts,
     first_kept,
     local_update,
     policy,

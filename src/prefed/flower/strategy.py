@@ -44,12 +44,13 @@ from prefed.flower.statedict import StateDict
 from prefed.flower.wire import pack, unpack
 from prefed.rules import SGD, State
 from prefed.training.admission import LARGEST_COUNT, Admission, Refused, UntrustedUpdate, expected
+from prefed.training.checks import check_sharing
 from prefed.training.means.choice import Means
 from prefed.training.mechanism import Mechanism
 from prefed.training.messages import depends_on_steps, mean_steps, to_mean
 from prefed.training.privacy_setting import Privacy
 from prefed.training.private_runs import check_private
-from prefed.training.round import LOCAL_STEPS, Server, check_sharing, server_update
+from prefed.training.round import LOCAL_STEPS, Server, server_update
 
 FAR = 100
 """Times the median: a number of local steps beyond it is not believed."""

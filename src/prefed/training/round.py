@@ -23,7 +23,7 @@ from prefed.core.flat_model import FlatModel
 from prefed.core.layout import Layout
 from prefed.core.schedule import at
 from prefed.rules import Field, Rule, State
-from prefed.rules.grouped import Grouped, check_groups, unscaled
+from prefed.rules.grouped import Grouped, unscaled
 from prefed.rules.rule import OTHER, Other
 from prefed.rules.wrapped import MEAN_CHANGE, Aligned, Decayed
 
@@ -233,7 +233,7 @@ def local_update(algorithm: Algorithm, server: Server, block: Block, kept: Kept)
     rule = _with_options(algorithm, block.rule(algorithm), block.layout, size)
     steps_taken = torch.tensor(block.steps, device=w.device)
     fields = rule.fields(block.layout)
-    shared = _shared(algorithm, fields, block.layout)
+    shared = shared_fields(algorithm, fields, block.layout)
 
     w[:, :size].copy_(server.weights)
     for row, mine in _personal(server, w, block, kept, PERSONAL):
@@ -329,7 +329,7 @@ def _personal(
     return zip(rows[:, server.layout.size :], own, strict=True)
 
 
-def _shared(algorithm: Algorithm, fields: Mapping[str, Field], layout: Layout) -> list[str]:
+def shared_fields(algorithm: Algorithm, fields: Mapping[str, Field], layout: Layout) -> list[str]:
     """The fields that the server has a copy of for its part of the weights."""
     vectors = [name for name, field in fields.items() if field.shape == (layout.size,)]
     return [name for name in vectors if policy(algorithm, name).comes_down]
@@ -445,7 +445,7 @@ def first_kept(algorithm: Algorithm, flat: FlatModel) -> State:
         kept |= {BUFFERS: buffers, STEPS: weights.new_zeros((), dtype=torch.int64)}
     if codec_of(algorithm, "weights").feedback:
         kept[LOST] = weights.new_zeros(flat.shared.size)
-    shared = _shared(algorithm, fields, flat.layout)
+    shared = shared_fields(algorithm, fields, flat.layout)
     if held := _held(algorithm, fields, shared, flat.shared.size):
         kept |= {n: fields[n].new(weights)[part].clone() for n, part in held.items()}
         kept[LAST] = weights.new_zeros((), dtype=torch.int64)
@@ -453,121 +453,6 @@ def first_kept(algorithm: Algorithm, flat: FlatModel) -> State:
         starts = {f"{PERSONAL}.{n}": torch.full_like(first, fields[n].start) for n in shared}
         kept |= {PERSONAL: first.clone()} | starts
     return kept
-
-
-TRIED = 100
-"""Steps that a rule may leave the weights as they are."""
-
-
-def check_in_place(algorithm: Algorithm, flat: FlatModel, steps: int) -> None:
-    """Try both rules on copies of the weights, as a client and the server hold them."""
-    client_lr, server_lr = at(algorithm.client_lr, 0), at(algorithm.server_lr, 0)
-    whole, shared, weights = flat.layout, flat.shared, flat.weights
-    _try(algorithm.client_rule().fit(whole), whole, weights[None], client_lr, min(steps, TRIED))
-    _try(algorithm.server_rule().fit(shared), shared, weights[: shared.size], server_lr, TRIED)
-
-
-def _try(rule: Rule, layout: Layout, weights: Tensor, lr: float, steps: int) -> None:
-    """A rule's steps must change the weights and the state that they are given: with new tensors
-    in their place nothing would be trained. The weights may be too large for a small step to be
-    seen, so zeros are tried as well."""
-    lr = min(lr or 1e-3, 1.0)  # what is too large is told elsewhere
-    name, clients = type(rule).__name__, len(weights) if weights.dim() == 2 else None
-    for start in (weights, torch.zeros_like(weights)):
-        w = start.clone()
-        state = {n: field.new(weights, clients) for n, field in rule.fields(layout).items()}
-        given = dict(state)
-        rule.begin(w, state)
-        for k in range(steps):
-            g = torch.full_like(w, 0.5)
-            if rule.lockstep:
-                state["mean"] = g[0].clone()
-            if rule.other(k) is not None:
-                state[OTHER] = g.clone()
-            rule.step(w, g, state, lr, k)
-            if not torch.equal(w, start):
-                break
-        replaced = [n for n, value in given.items() if state.get(n) is not value]
-        if replaced:
-            raise PrefedError(
-                f"{name}.step: it puts another tensor into state[{replaced[0]!r}]; a rule changes "
-                f"its state in place, as state[{replaced[0]!r}].mul_(beta).add_(g) does"
-            )
-        rule.finish(w, state, lr, k + 1)
-        if not torch.equal(w, start):
-            return
-    raise PrefedError(
-        f"{name}.step: it leaves the weights as they are; a rule changes w in place: "
-        f"w.sub_(lr * g) does, w = w - lr * g makes another tensor and trains nothing"
-    )
-
-
-def check_parts(algorithm: Algorithm, flat: FlatModel) -> None:
-    """Refuse what has no meaning for a part of the weights: one that stays with clients, or one
-    that is trained otherwise than the rest."""
-    rule = algorithm.client_rule().fit(flat.layout)
-    check_groups(algorithm.groups, flat.layout, rule)
-    if algorithm.groups and algorithm.in_turns(rule, flat.shared.size) is not rule:
-        name = type(algorithm).__name__
-        raise PrefedError(
-            f"{name}.groups: its parts move in turns, which groups do not; take FedPer"
-        )
-    _check_personal(algorithm, flat)
-
-
-def _check_personal(algorithm: Algorithm, flat: FlatModel) -> None:
-    if flat.shared.size == flat.layout.size:
-        return
-    rule, name = algorithm.client_rule(), type(algorithm).__name__
-    if rule.lockstep:
-        raise PrefedError(f"{name}.personal: its clients average every gradient, all of it")
-    if not rule.elementwise:
-        raise PrefedError(
-            f"{name}.personal: its client rule joins coordinates, which cannot stay in part; "
-            f'take shape="diagonal"'
-        )
-    fields = rule.fields(flat.layout)
-    for field in sorted(fields.keys() - {*_shared(algorithm, fields, flat.layout)}):
-        if policy(algorithm, field).comes_down:
-            raise PrefedError(
-                f"{name}.personal: {field} is not a number for each weight but for many of them, "
-                f"and those that stay have seen other steps than those that are averaged; set "
-                f"bias_correction=False where there is such an option, or take another algorithm"
-            )
-
-
-def check_sharing(algorithm: Algorithm, layout: Layout) -> None:
-    """Build both rules and compare the sharing policy with the fields they have."""
-    fields = algorithm.client_rule().fields(layout)
-    algorithm.server_rule().fields(layout)
-    if algorithm.server_rule().other(0) is not None:
-        raise PrefedError(
-            f"{type(algorithm).__name__}: its server rule needs a gradient of samples, which only "
-            f"clients have; let it be the client rule"
-        )
-    for name in algorithm.sharing():
-        if name not in fields and not name.endswith("_mass"):
-            raise PrefedError(
-                f"{type(algorithm).__name__}.sharing: the client rule has no state {name!r}; "
-                f"it has {', '.join(fields) or 'none'}"
-            )
-    if not codec(algorithm.upload).signed:
-        raise PrefedError(
-            f"{type(algorithm).__name__}.upload: {algorithm.upload} is for values that are never "
-            f"negative, such as P; changes of weights are, so take int8 or bfloat16"
-        )
-    for name, field in fields.items():
-        chosen = policy(algorithm, name).codec
-        if chosen != "exact" and field.shape != (layout.size,):
-            raise PrefedError(
-                f"{type(algorithm).__name__}.sharing: codec {chosen} is for vectors as long as "
-                f"the weights, and {name} has the shape {list(field.shape)}; take exact"
-            )
-        if codec(chosen).feedback:
-            raise PrefedError(
-                f"{type(algorithm).__name__}.sharing: codec {chosen} needs error feedback, which "
-                f"is for the change of the weights alone; {name} cannot have it"
-            )
 
 
 def traffic(

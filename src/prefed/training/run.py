@@ -20,6 +20,7 @@ from prefed.core.schedule import at
 from prefed.data import FederatedData
 from prefed.rules import State
 from prefed.training.attackers import Attackers
+from prefed.training.checks import check_in_place, check_parts, check_sharing
 from prefed.training.client_evaluation import ClientEvaluation
 from prefed.training.clock import Clock
 from prefed.training.diagnostics import CollapseWatch, diagnose
@@ -37,9 +38,6 @@ from prefed.training.result import Result
 from prefed.training.round import (
     STEPS,
     Server,
-    check_in_place,
-    check_parts,
-    check_sharing,
     client_state,
     server_update,
     traffic,

@@ -1,0 +1,130 @@
+"""What is looked at before the first round: whether an algorithm's rules, its sharing policy and
+its options can work with the model."""
+
+import torch
+from torch import Tensor
+
+from prefed.algorithms import Algorithm
+from prefed.codecs import codec
+from prefed.core.errors import PrefedError
+from prefed.core.flat_model import FlatModel
+from prefed.core.layout import Layout
+from prefed.core.schedule import at
+from prefed.rules import Rule
+from prefed.rules.grouped import check_groups
+from prefed.rules.rule import OTHER
+from prefed.training.round import policy, shared_fields
+
+TRIED = 100
+"""Steps that a rule may leave the weights as they are."""
+
+
+def check_in_place(algorithm: Algorithm, flat: FlatModel, steps: int) -> None:
+    """Try both rules on copies of the weights, as a client and the server hold them."""
+    client_lr, server_lr = at(algorithm.client_lr, 0), at(algorithm.server_lr, 0)
+    whole, shared, weights = flat.layout, flat.shared, flat.weights
+    _try(algorithm.client_rule().fit(whole), whole, weights[None], client_lr, min(steps, TRIED))
+    _try(algorithm.server_rule().fit(shared), shared, weights[: shared.size], server_lr, TRIED)
+
+
+def _try(rule: Rule, layout: Layout, weights: Tensor, lr: float, steps: int) -> None:
+    """A rule's steps must change the weights and the state that they are given: with new tensors
+    in their place nothing would be trained. The weights may be too large for a small step to be
+    seen, so zeros are tried as well."""
+    lr = min(lr or 1e-3, 1.0)  # what is too large is told elsewhere
+    name, clients = type(rule).__name__, len(weights) if weights.dim() == 2 else None
+    for start in (weights, torch.zeros_like(weights)):
+        w = start.clone()
+        state = {n: field.new(weights, clients) for n, field in rule.fields(layout).items()}
+        given = dict(state)
+        rule.begin(w, state)
+        for k in range(steps):
+            g = torch.full_like(w, 0.5)
+            if rule.lockstep:
+                state["mean"] = g[0].clone()
+            if rule.other(k) is not None:
+                state[OTHER] = g.clone()
+            rule.step(w, g, state, lr, k)
+            if not torch.equal(w, start):
+                break
+        replaced = [n for n, value in given.items() if state.get(n) is not value]
+        if replaced:
+            raise PrefedError(
+                f"{name}.step: it puts another tensor into state[{replaced[0]!r}]; a rule changes "
+                f"its state in place, as state[{replaced[0]!r}].mul_(beta).add_(g) does"
+            )
+        rule.finish(w, state, lr, k + 1)
+        if not torch.equal(w, start):
+            return
+    raise PrefedError(
+        f"{name}.step: it leaves the weights as they are; a rule changes w in place: "
+        f"w.sub_(lr * g) does, w = w - lr * g makes another tensor and trains nothing"
+    )
+
+
+def check_parts(algorithm: Algorithm, flat: FlatModel) -> None:
+    """Refuse what has no meaning for a part of the weights: one that stays with clients, or one
+    that is trained otherwise than the rest."""
+    rule = algorithm.client_rule().fit(flat.layout)
+    check_groups(algorithm.groups, flat.layout, rule)
+    if algorithm.groups and algorithm.in_turns(rule, flat.shared.size) is not rule:
+        name = type(algorithm).__name__
+        raise PrefedError(
+            f"{name}.groups: its parts move in turns, which groups do not; take FedPer"
+        )
+    _check_personal(algorithm, flat)
+
+
+def _check_personal(algorithm: Algorithm, flat: FlatModel) -> None:
+    if flat.shared.size == flat.layout.size:
+        return
+    rule, name = algorithm.client_rule(), type(algorithm).__name__
+    if rule.lockstep:
+        raise PrefedError(f"{name}.personal: its clients average every gradient, all of it")
+    if not rule.elementwise:
+        raise PrefedError(
+            f"{name}.personal: its client rule joins coordinates, which cannot stay in part; "
+            f'take shape="diagonal"'
+        )
+    fields = rule.fields(flat.layout)
+    for field in sorted(fields.keys() - {*shared_fields(algorithm, fields, flat.layout)}):
+        if policy(algorithm, field).comes_down:
+            raise PrefedError(
+                f"{name}.personal: {field} is not a number for each weight but for many of them, "
+                f"and those that stay have seen other steps than those that are averaged; set "
+                f"bias_correction=False where there is such an option, or take another algorithm"
+            )
+
+
+def check_sharing(algorithm: Algorithm, layout: Layout) -> None:
+    """Build both rules and compare the sharing policy with the fields they have."""
+    fields = algorithm.client_rule().fields(layout)
+    algorithm.server_rule().fields(layout)
+    if algorithm.server_rule().other(0) is not None:
+        raise PrefedError(
+            f"{type(algorithm).__name__}: its server rule needs a gradient of samples, which only "
+            f"clients have; let it be the client rule"
+        )
+    for name in algorithm.sharing():
+        if name not in fields and not name.endswith("_mass"):
+            raise PrefedError(
+                f"{type(algorithm).__name__}.sharing: the client rule has no state {name!r}; "
+                f"it has {', '.join(fields) or 'none'}"
+            )
+    if not codec(algorithm.upload).signed:
+        raise PrefedError(
+            f"{type(algorithm).__name__}.upload: {algorithm.upload} is for values that are never "
+            f"negative, such as P; changes of weights are, so take int8 or bfloat16"
+        )
+    for name, field in fields.items():
+        chosen = policy(algorithm, name).codec
+        if chosen != "exact" and field.shape != (layout.size,):
+            raise PrefedError(
+                f"{type(algorithm).__name__}.sharing: codec {chosen} is for vectors as long as "
+                f"the weights, and {name} has the shape {list(field.shape)}; take exact"
+            )
+        if codec(chosen).feedback:
+            raise PrefedError(
+                f"{type(algorithm).__name__}.sharing: codec {chosen} needs error feedback, which "
+                f"is for the change of the weights alone; {name} cannot have it"
+            )
