@@ -168,7 +168,7 @@ def table(results: dict[str, Any], rounds: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="the JSON file; docs/results/privacy.json")
+    parser.add_argument("--out", type=Path, help="the JSON file; docs/results/privacy/runs.json")
     parser.add_argument("--smoke", action="store_true", help="two rounds, one point, one seed")
     given = parser.parse_args()
     rounds: int = 2 if given.smoke else CONFIG["rounds"]
