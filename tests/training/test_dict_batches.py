@@ -183,6 +183,25 @@ def test_passes_over_the_samples(engine: str) -> None:
     torch.testing.assert_close(found.weights, one.weights, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("given_as", [ragged, lazy])
+def test_liars_flip_labels_of_unequal_length(given_as: Callable[..., Any]) -> None:
+    """As if the labels of those that lie were the other way round."""
+    clients, liars = sentences(tagged=True), draws.cohort(0, 0, 4, 2, "attackers")
+    other = [
+        (texts, [CLASSES - 1 - y for y in labels] if client in liars else labels)
+        for client, (texts, labels) in enumerate(clients)
+    ]
+    found, wanted = (
+        prefed.simulate(
+            prefed.FedAvg(client_lr=LR), Tagger(),
+            prefed.FederatedData(given_as(of)[0], **given_as(of)[1]), engine="sequential",
+            attackers=lies, **SETTINGS,
+        )
+        for of, lies in ((clients, {"share": 0.5, "attack": "label_flip"}), (other, None))
+    )  # fmt: skip
+    assert torch.equal(found.weights, wanted.weights)
+
+
 @given(st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=6), st.data())
 def test_rows_of_unequal_length(rows: list[list[int]], data: st.DataObject) -> None:
     held = Ragged.of([torch.tensor(row, dtype=torch.int64) for row in rows], -1)

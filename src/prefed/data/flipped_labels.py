@@ -1,12 +1,12 @@
 """Clients that train on wrong labels."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from prefed.core.batch import Inputs, Ragged
 from prefed.core.errors import PrefedError
 from prefed.core.losses import are_labels
 from prefed.data.federated import FederatedData
@@ -21,7 +21,7 @@ def flip_labels(data: FederatedData, lies: Callable[[int], bool]) -> FederatedDa
     clients, read = FlippedClients(data, lies, data._labels[0]), data._read
     made = FederatedData(
         clients, data.test, data.transform, data.augment, x=read.x, y=read.y,
-        collate=read.collate, client_tests=data.client_tests,
+        collate=read.collate, pad=data.pad, client_tests=data.client_tests,
     )  # fmt: skip
     made._labels = data._labels
     return made
@@ -51,11 +51,13 @@ class FlippedClients(Sequence[Samples]):
 class FlippedRead(Read):
     classes: int = 2
 
-    def __call__(self, rows: list[Any]) -> tuple[Tensor, Tensor]:
+    def __call__(self, rows: list[Any]) -> tuple[Inputs, Any]:
         x, y = super().__call__(rows)
         return x, flipped(y, self.classes)
 
 
-def flipped(y: Tensor, classes: int) -> Tensor:
+def flipped(y: Any, classes: int) -> Any:
     """Labels that stand for no class stay."""
+    if isinstance(y, Ragged):
+        return replace(y, values=flipped(y.values, classes))
     return torch.where((y >= 0) & (y < classes), classes - 1 - y, y)

@@ -55,8 +55,10 @@ class Samples:
         return batch.take(self.x, self.index), self.y.index_select(0, self.index)
 
     def part(self, index: Tensor) -> Self:
-        """Those that `index` names, of a whole."""
-        return type(self)(self.x, self.y, index)
+        """Those that `index` names, of a whole, whose arrays have been looked at already."""
+        made = type(self).__new__(type(self))
+        made.x, made.y, made.index = self.x, self.y, index
+        return made
 
     @property
     def is_ragged(self) -> bool:
