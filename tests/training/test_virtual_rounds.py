@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import prefed
 from prefed import Devices, PrefedError
+from prefed.training import clock as clocks
 from prefed.training.clock import Clock
 from prefed.training.local_trainer import LocalTrainer
 from tests.helpers.engine_runs import batchnorm, chain, run, same
@@ -31,6 +32,24 @@ def lasting(result: prefed.Result) -> list[float]:
     """The virtual seconds of each round."""
     ends = [0.0, *(r["seconds_virtual"] for r in result.history)]
     return [float(took) for took in np.diff(ends)]
+
+
+@pytest.mark.parametrize("latency", [LOGNORMAL, EXPONENTIAL])
+def test_devices_that_are_drawn_once_for_all_rounds_are_those_that_are_drawn_for_each(
+    latency: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = Devices(classes={"phone": 0.5, "edge": 0.5}, latency=latency, vanish=0.2)
+    assert devices.are_constant == (latency is LOGNORMAL)
+
+    def run() -> list[float]:
+        options: Any = {"rounds": 5, "local_steps": 2, "clients_per_round": 4, "devices": devices}
+        return lasting(
+            prefed.simulate(prefed.FedAvg(client_lr=0.1), tiny_model(), tiny_data(), **options)
+        )
+
+    once = run()
+    monkeypatch.setattr(clocks, "FEW", 0)
+    assert run() == once
 
 
 @pytest.mark.parametrize("upload", ["exact", "int8"])

@@ -7,6 +7,7 @@ missed at once.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -15,11 +16,15 @@ from prefed.core import draws
 from prefed.core.draws import Floats, Numbers
 from prefed.core.errors import PrefedError
 from prefed.data import FederatedData
-from prefed.training.devices import Devices
+from prefed.training.devices import Devices, Rates
 from prefed.training.round import Server, traffic
 from prefed.training.settings import Settings
 from prefed.training.task import Task
 from prefed.training.trainer import Record
+
+FEW = 1 << 16
+"""Clients whose devices are drawn once for the whole run, if they never change; the devices of more
+are drawn for each cohort anew."""
 
 TRIES = 1000
 """How often the clock moves on to find enough clients that can be asked."""
@@ -121,7 +126,7 @@ class Clock:
         """What it takes these clients to answer a message of the server's that goes out now."""
         steps, samples = self._work(clients)
         size = traffic(self.algorithm, server, 1, int(steps[0]) if self.lockstep else 0)
-        rates = self.devices.rates(self.settings.seed, job, clients, now)
+        rates = self._rates(job, clients, now)
         there = rates.latency + size["bytes_down"] * rates.down
         sending = size["bytes_up"] * rates.up
         step = rates.computing(steps, samples, self.operations) / steps
@@ -129,6 +134,18 @@ class Clock:
             step += 2 * rates.latency
         sizes = size["bytes_up"], size["bytes_down"]
         return Jobs(there, steps, step, rates.latency + sending, sending, *sizes)
+
+    def _rates(self, job: int, clients: list[int], now: float) -> Rates:
+        if self._every_rate is not None:
+            return self._every_rate.of(clients)
+        return self.devices.rates(self.settings.seed, job, clients, now)
+
+    @cached_property
+    def _every_rate(self) -> Rates | None:
+        """Those of all clients, if they are few and never change."""
+        if len(self.data) > FEW or not self.devices.are_constant:
+            return None
+        return self.devices.rates(self.settings.seed, 0, np.arange(len(self.data)))
 
     def _work(self, clients: list[int]) -> tuple[Numbers, Numbers]:
         """The local steps of each client, and the samples in all of them. Clients that are made on
@@ -161,7 +178,7 @@ class Clock:
         if devices.partial_work:
             finish = np.where(steps < jobs.steps, np.minimum(finish, deadline), finish)
         lost = devices.lost(self.settings.seed, server.round, cohort, finish, now)
-        silent = ~np.isin(cohort, answering)
+        silent = ~np.isin(cohort, answering) if len(answering) < len(cohort) else np.False_
         lost = np.where(silent, np.minimum(lost, jobs.there), lost)
 
         # The first answers in time, by when they come and then by their place in the cohort.

@@ -6,7 +6,7 @@ A client takes latency + bytes down / down + steps / steps_per_second + latency 
 Nothing is stored of a device: its amounts are keyed draws, made again when they are needed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Annotated, Any, Self
 
@@ -41,6 +41,10 @@ class Rates:
     down: Floats
     """Seconds of a byte from the server."""
     latency: Floats
+
+    def of(self, places: ArrayLike) -> "Rates":
+        """Those of some of the clients."""
+        return Rates(*(getattr(self, field.name)[places] for field in fields(self)))
 
     def computing(self, steps: ArrayLike, samples: ArrayLike, operations: float) -> Floats:
         """Seconds for so many steps, with so many samples in all."""
@@ -134,10 +138,17 @@ class Devices(Device):
         u = draws.uniforms(seed, "device class", clients)
         return np.searchsorted(np.cumsum(shares[:-1]), u, side="right")
 
+    @cached_property
+    def _said(self) -> dict[str, list[Any]]:
+        """What each class says of an amount; once, if all say the same."""
+        said = {name: [its.get(name) for its in self._kinds] for name in AMOUNTS}
+        alike = {name for name, all_say in said.items() if all(v == all_say[0] for v in all_say)}
+        return {name: all_say[:1] if name in alike else all_say for name, all_say in said.items()}
+
     def _amounts(self, name: str, seed: int, job: int, clients: Numbers, kinds: Numbers) -> Floats:
         """Of all clients; 0 where nothing is said."""
-        said = [its.get(name) for its in self._kinds]
-        if len(said) == 1 or all(value == said[0] for value in said):
+        said = self._said[name]
+        if len(said) == 1:
             return amounts(said[0] or 0.0, seed, f"device {name}", job, clients)
         if not any(isinstance(value, Distribution) for value in said):
             return np.array([value or 0.0 for value in said])[kinds]
@@ -211,6 +222,12 @@ class Devices(Device):
     @property
     def always_on(self) -> bool:
         return self.windows is None and (self.recorded is None or bool(self.recorded.on.all()))
+
+    @cached_property
+    def are_constant(self) -> bool:
+        """A client's device can do the same in every job."""
+        said = [value for all_say in self._said.values() for value in all_say]
+        return self.trace is None and not any(getattr(v, "per", None) == "job" for v in said)
 
     @property
     def by_samples(self) -> bool:
