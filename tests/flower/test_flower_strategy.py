@@ -33,7 +33,7 @@ from torch import nn
 import prefed
 import prefed.flower
 from prefed.core.errors import PrefedError, RunFailed
-from prefed.flower.strategy import mean_metrics
+from prefed.flower.client_metrics import mean_metrics
 from prefed.rules import SGD, Adam
 from prefed.training.batches import Batches
 from tests.helpers import ROOT

@@ -83,16 +83,18 @@ class LocalFlower:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
-    def start_superlink(self) -> None:
+    def start_superlink(self, *, in_memory: bool = False) -> None:
+        """With a database, and for the nodes alone that are registered; or in memory, for any."""
+        known = ("--enable-supernode-auth", "--database", str(self.home / "state.db"))
         self.start(
             "superlink",
             "flower-superlink",
             *("--ssl-ca-certfile", str(self.home / "ca.crt")),
             *("--ssl-certfile", str(self.home / "server.pem")),
             *("--ssl-keyfile", str(self.home / "server.key")),
-            *("--enable-supernode-auth", "--disable-runtime-dependency-installation"),
-            *("--database", str(self.home / "state.db")),
             *("--host", "127.0.0.1", "--port", str(self.port)),
+            "--disable-runtime-dependency-installation",
+            *(() if in_memory else known),
         )
         self.wait_for_port("superlink", self.port)
 

@@ -5,16 +5,23 @@ whole if one of them cannot be decoded. Here each reply is fetched by itself and
 the next is.
 """
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from logging import WARNING
+from typing import Any
 
 import httpx
-from flwr.app import Message
+from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
+from flwr.supercore import log
 
 from prefed.training.admission import Refused
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5
+
+Training = Callable[[Grid, list[Message], float], Iterator[Message]]
+"""The replies to the messages of a round, within so many seconds."""
 
 
 def exchange(
@@ -65,3 +72,29 @@ def _fetch(grid: Grid, number: str) -> Message | Refused | None:
                 return Refused(f"failed: {str(reply.error.reason)[:500]} ({reply.error.code})")
             return reply
     return None
+
+
+class AsTheyCome:
+    """A grid that hands replies on as they come, and not when the last is there."""
+
+    def __init__(self, grid: Grid, training: Training) -> None:
+        self.grid, self.training = grid, training
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.grid, name)
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterator[Message]:
+        seconds, sent = timeout or math.inf, list(messages)
+        if any(message.metadata.message_type == MessageType.TRAIN for message in sent):
+            return self.training(self.grid, sent, seconds)
+        return _replies(self.grid, sent, seconds)
+
+
+def _replies(grid: Grid, messages: list[Message], timeout: float) -> Iterator[Message]:
+    for message, reply in exchange(grid, messages, timeout):
+        if isinstance(reply, Refused):
+            log(WARNING, "node %d: %s", message.metadata.dst_node_id, reply)
+        else:
+            yield reply

@@ -8,7 +8,6 @@ a client rule of their own send what clients share in a second record beside the
 import inspect
 import json
 import math
-import operator
 import statistics
 import textwrap
 import warnings
@@ -35,17 +34,19 @@ from prefed.algorithms import ALGORITHMS, Algorithm
 from prefed.core import draws
 from prefed.core.errors import PrefedError, RunFailed
 from prefed.flower import protocol as p
-from prefed.flower.arrivals import Arrivals, refuse_lockstep
+from prefed.flower.app_fit import Unfit, check_fit
+from prefed.flower.arrivals import Arrivals
+from prefed.flower.client_metrics import mean_metrics, said_steps, whole
 from prefed.flower.kept_state import NEVER
 from prefed.flower.nodes import Nodes, partition_id
 from prefed.flower.privacy import CentralDP
-from prefed.flower.replies import exchange
+from prefed.flower.replies import AsTheyCome, exchange
 from prefed.flower.statedict import StateDict
+from prefed.flower.strategy_checks import check
 from prefed.flower.wire import pack, unpack
 from prefed.rules import SGD, State
 from prefed.training.admission import LARGEST_COUNT, Admission, Refused, UntrustedUpdate, expected
 from prefed.training.checks import check_sharing
-from prefed.training.means.choice import Means
 from prefed.training.mechanism import Mechanism
 from prefed.training.messages import depends_on_steps, mean_steps, to_mean
 from prefed.training.privacy_setting import Privacy
@@ -57,14 +58,6 @@ FAR = 100
 
 RecordType = ArrayRecord | MetricRecord | ConfigRecord
 MetricsOf = Callable[[list[RecordDict], str], MetricRecord]
-
-
-LOCAL_TRAIN = """Let its train function end in
-
-    return prefed.flower.local_train(message, context, model, batches)
-
-in place of its own training and reply; batches are pairs (x, y), one for each step. More is in \
-docs/flower.md."""
 
 
 @dataclass(eq=False, repr=False)
@@ -121,7 +114,7 @@ class Strategy(FlowerStrategy):
         if quorum is not None:
             warnings.warn("quorum is now called min_fraction", FutureWarning, stacklevel=3)
             self.min_fraction = quorum
-        self._check()
+        self.means = check(self)
         self.members = Nodes(partition_id if self.ask_partitions else None)
         self.shape: StateDict | None = None
         self.server: Server | None = None
@@ -143,65 +136,6 @@ class Strategy(FlowerStrategy):
         """How many clients were asked to evaluate."""
         self._round: tuple[ArrayRecord, ConfigRecord]
         """What the clients of this round are sent."""
-
-    def _check(self) -> None:
-        algorithm = self.algorithm
-        if not isinstance(algorithm, Algorithm):
-            raise PrefedError(f"algorithm: should be an Algorithm, not {type(algorithm).__name__}")
-        refuse_lockstep(algorithm)
-        if algorithm.client_rule().other(0) is not None:
-            raise PrefedError(
-                f"{type(algorithm).__name__}: its clients need more than the gradients of their "
-                f"steps, which a Flower app of one's own does not have: prefed deploy"
-            )
-        codecs = {algorithm.upload, *(policy.codec for policy in algorithm.sharing().values())}
-        if codecs != {"exact"}:
-            raise PrefedError(
-                f"{type(algorithm).__name__}: a Flower app of one's own sends arrays as they are; "
-                f"the codecs {', '.join(sorted(codecs - {'exact'}))} need both ends to be "
-                f"prefed's: prefed deploy"
-            )
-        for name in ("fraction_train", "min_fraction"):
-            if not 0 < (value := getattr(self, name)) <= 1:
-                raise PrefedError(f"{name}: should be above 0 and at most 1, not {value}")
-        if self.local_steps is not None and self.local_steps < 1:
-            raise PrefedError(f"local_steps: should be at least 1, not {self.local_steps}")
-        if self.weighting not in ("samples", "uniform"):
-            raise PrefedError(
-                f'weighting: should be "samples" or "uniform", not {self.weighting!r}'
-            )
-        try:
-            self.means = Means.of(self.mean, self.state_mean)
-        except ValueError as error:
-            raise PrefedError(f"mean, state_mean: {error}") from None
-        if self.privacy is not None:
-            self._check_privacy()
-
-    def _check_privacy(self) -> None:
-        if not self.means.is_plain:
-            raise PrefedError(
-                "privacy: the noise is made for the plain mean, on which a client has a bounded "
-                'influence; set mean="plain"'
-            )
-        if self.weighting != "uniform":
-            raise PrefedError('privacy: the noise is made for weighting="uniform"')
-        if isinstance(privacy := self.privacy, Privacy):
-            if (privacy.sampling, privacy.neighbours) != ("fixed", "add-remove"):
-                raise PrefedError(
-                    "privacy: a strategy asks nodes that happen to be there, which amplifies "
-                    'nothing; set sampling="fixed" and neighbours="add-remove"'
-                )
-            if privacy.where == "client" or privacy.noise_multiplier is None:
-                raise PrefedError(
-                    'privacy: a strategy needs a noise_multiplier, and where="server"; '
-                    "`prefed deploy` knows the rest"
-                )
-        elif any(policy.kind == "average" for policy in self.algorithm.sharing().values()):
-            raise PrefedError(
-                f"privacy: clients of {type(self.algorithm).__name__} share optimiser state, which "
-                f"needs noise of its own: take prefed.Privacy in place of CentralDP, or choose an "
-                f"algorithm with its state on the server"
-            )
 
     def summary(self) -> None:
         log(INFO, "\t├──> %s settings:", type(self.algorithm).__name__)
@@ -349,7 +283,7 @@ class Strategy(FlowerStrategy):
         def read() -> UntrustedUpdate:
             nonlocal found
             found, record = self._records(content)
-            self._check_fit(content)
+            check_fit(*self._needs, content)
             weights, buffers = shape.read(record)
             values = {"weights": weights.sub_(server.weights)}
             if "buffers" in arrivals.admission.specs:
@@ -358,7 +292,7 @@ class Strategy(FlowerStrategy):
                 sent = {n: s for n, s in arrivals.admission.specs.items() if n in server.shared}
                 values |= unpack(content.get(p.STATE), sent)
             loss, round = found.get(p.LOSS, 0.0), found.get(p.TRAINED, server.round)
-            samples = _whole(found.get(self.weighted_by_key))
+            samples = whole(found.get(self.weighted_by_key))
             steps = said_steps(content) if self._learns_steps else None
             return UntrustedUpdate(client, round, samples, loss, values, steps)
 
@@ -374,34 +308,15 @@ class Strategy(FlowerStrategy):
             raise Refused(f"{len(arrays)} array records, not one")
         return next(iter(content.metric_records.values())), arrays[0]
 
-    def _check_fit(self, content: RecordDict) -> None:
-        """Unfit if the reply shows that its app does not know of what the algorithm needs."""
-        assert self.server is not None
-        name = type(self.algorithm).__name__
-        if self.server.shared and p.STATE not in content:
-            raise Unfit(
-                f"the reply has no record {p.STATE!r} ({' and '.join(self.server.shared)} of its "
-                f"optimiser): the ClientApp does not train by the rule of {name}. {LOCAL_TRAIN} "
-                f"FedAdam, PreFedOpt and others whose rule is on the server take the ClientApp as "
-                f"it is."
-            )
-        followed = any(p.TRAINED in record for record in content.metric_records.values())
-        if self.algorithm.personal and not followed:
-            raise Unfit(
-                f"the ClientApp sends all of its model, and a part of it should stay with the "
-                f"client (personal={self.algorithm.personal}). {LOCAL_TRAIN}"
-            )
-        if self._learns_steps and said_steps(content) is None:
-            off = ", or set per_step=False" if getattr(self.algorithm, "per_step", False) else ""
-            raise Unfit(
-                f"the reply has no metric {p.STEPS!r}, by which {name} divides. Give local_steps= "
-                f"to the strategy, return {p.STEPS!r} (a whole number, 1 or more) with the metrics "
-                f"of the train function{off}."
-            )
-
     @property
     def _learns_steps(self) -> bool:
         return self._needs_steps and self.local_steps is None
+
+    @property
+    def _needs(self) -> tuple[Algorithm, Collection[str], bool]:
+        """What a client's app must know of."""
+        assert self.server is not None
+        return self.algorithm, self.server.shared, self._learns_steps
 
     def _steps(self, mean: float, contents: list[RecordDict]) -> float:
         """The mean number of local steps, without what is far above the median: no single client
@@ -537,7 +452,7 @@ class Strategy(FlowerStrategy):
 
     def start(self, grid: Grid, *parts: Any, **options: Any) -> Result:
         """Flower's own loop over rounds, with replies taken as they come and failures counted."""
-        return super().start(cast(Grid, AsTheyCome(grid, self)), *parts, **options)
+        return super().start(cast(Grid, AsTheyCome(grid, self.replies)), *parts, **options)
 
     def replies(self, grid: Grid, messages: Iterable[Message], timeout: float) -> Iterator[Message]:
         """The replies to the messages of a round. While too few updates are usable, the clients
@@ -589,7 +504,7 @@ class Strategy(FlowerStrategy):
                 log(WARNING, "client %d did not answer: %s", self._asked[node], reply)
                 continue
             try:
-                self._check_fit(reply.content)
+                check_fit(*self._needs, reply.content)
             except Unfit as problem:
                 raise PrefedError(
                     f"client {self._asked[node]} (no other was asked yet): {problem}"
@@ -601,69 +516,8 @@ class Strategy(FlowerStrategy):
         return admitted >= max(1, math.ceil(self.min_fraction * asked))
 
 
-class Unfit(Refused):
-    """The app of the client was not made for the algorithm."""
-
-
-class AsTheyCome:
-    """A grid that hands replies on as they come, and not when the last is there."""
-
-    def __init__(self, grid: Grid, strategy: Strategy) -> None:
-        self.grid, self.strategy = grid, strategy
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.grid, name)
-
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterator[Message]:
-        seconds, sent = timeout or math.inf, list(messages)
-        if any(message.metadata.message_type == MessageType.TRAIN for message in sent):
-            return self.strategy.replies(self.grid, sent, seconds)
-        return _replies(self.grid, sent, seconds)
-
-
-def _replies(grid: Grid, messages: list[Message], timeout: float) -> Iterator[Message]:
-    for message, reply in exchange(grid, messages, timeout):
-        if isinstance(reply, Refused):
-            log(WARNING, "node %d: %s", message.metadata.dst_node_id, reply)
-        else:
-            yield reply
-
-
 def _log_received(stage: str, results: int, failures: int) -> None:
     log(INFO, "aggregate_%s: Received %d results and %d failures", stage, results, failures)
-
-
-def _whole(number: object) -> object:
-    """100 for 100.0: templates say either."""
-    return int(number) if isinstance(number, float) and number.is_integer() else number
-
-
-def said_steps(content: RecordDict) -> int | None:
-    """The number of local steps that a reply tells."""
-    for record in content.metric_records.values():
-        steps = _whole(record.get(p.STEPS))
-        if type(steps) is int and 1 <= steps <= LARGEST_COUNT:
-            return steps
-    return None
-
-
-def mean_metrics(contents: list[RecordDict], weighted_by: str) -> MetricRecord:
-    """The weighted mean of each finite number, or list of them, that all clients report."""
-    records = [next(iter(content.metric_records.values())) for content in contents]
-    weights = [float(record[weighted_by]) for record in records]  # type: ignore[arg-type]
-    result: dict[str, Any] = {}
-    for key, first in records[0].items():
-        values: list[Any] = [record.get(key) for record in records]
-        lists = [value if isinstance(value, list) else [value] for value in values]
-        numbers = all(isinstance(v, int | float) and math.isfinite(v) for row in lists for v in row)
-        alike = {(isinstance(v, list), len(row)) for v, row in zip(values, lists, strict=True)}
-        if key not in (weighted_by, p.TRAINED) and numbers and len(alike) == 1:
-            columns = zip(*lists, strict=True)
-            means = [sum(map(operator.mul, weights, column)) / sum(weights) for column in columns]
-            result[key] = means if isinstance(first, list) else means[0]
-    return MetricRecord(result)
 
 
 def tell(algorithm: Algorithm) -> str:
