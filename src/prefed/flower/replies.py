@@ -19,6 +19,9 @@ from flwr.supercore import log
 from prefed.training.admission import Refused
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5
+REST, FLOWERS_PAUSE = 4.0, 3.0
+"""After asking in vain, wait so many times as long as that took, but not longer than Flower does: a
+SuperLink needs milliseconds for every question (bench/superlink.py), and has others to serve."""
 
 Training = Callable[[Grid, list[Message], float], Iterator[Message]]
 """The replies to the messages of a round, within so many seconds."""
@@ -39,16 +42,17 @@ def exchange(
             yield message, Refused("the message could not be sent to its node")
     pause = FIRST_PAUSE
     while waiting and time.monotonic() < end:
-        arrived = False
+        began, arrived = time.monotonic(), False
         for number in list(waiting):
             found = _fetch(grid, number)
             if found is not None:
                 arrived = True
                 message = waiting.pop(number)
                 yield message, _from_its_node(message, found)
+        asking = 0.0 if arrived else time.monotonic() - began
         pause = FIRST_PAUSE if arrived else min(2 * pause, LONGEST_PAUSE)
         if waiting:
-            time.sleep(pause)
+            time.sleep(max(pause, min(REST * asking, FLOWERS_PAUSE)))
     for message in waiting.values():
         yield message, Refused(f"no answer within {seconds:g} s")
 
