@@ -5,8 +5,8 @@ Memory: each run is a process of its own. What is printed is the most memory tha
 the model's size: 4 bytes for each weight. Beside it stands the number of vectors of that size that
 the algorithm cannot do without (prefed.training.vectors).
 
-Speed: a round and a bare loop (flat vectors, the same batches, a running sum) take turns in one
-process with one thread; processor time, the median of the turns' ratios.
+Speed: a round and a bare loop (flat vectors, the same batches and client rule, a running sum) take
+turns in one process with one thread; processor time, the median of the turns' ratios.
 
 The model is a GPT, its batches are 2 sequences of 16 symbols: small, so that what is done with
 vectors counts beside the arithmetic.
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 import prefed
@@ -34,7 +34,7 @@ from prefed.models.gpt import GPT
 from prefed.training.batches import Batches
 from prefed.training.vectors import needed
 
-SIZES = {4: (256, 5, 1500), 11: (384, 6, 1000), 44: (768, 6, 2000), 110: (768, 15, 4000)}
+SIZES = {11: (384, 6, 1000), 44: (768, 6, 2000), 110: (768, 15, 4000)}
 """For millions of weights: the width, the blocks and the symbols of a GPT."""
 LENGTH, COHORT = 16, 8
 ALGORITHMS: dict[str, prefed.Algorithm] = {
@@ -79,7 +79,7 @@ def hold(name: str, millions: int, workers: int) -> None:
     torch.set_num_threads(1)
     before = status("VmRSS")
     given, own = model(millions), data(millions)
-    options = settings(2, 2, workers).model_dump(exclude_unset=True)
+    options = settings(2, 1, workers).model_dump(exclude_unset=True)
     result = prefed.simulate(ALGORITHMS[name], given, own, progress=False, **options)
     peak = status("VmHWM") - before
     layout = Layout.of(given.named_parameters())
@@ -118,52 +118,41 @@ def memory(sizes: list[int]) -> None:
 
 
 class Bare:
-    """A round of FedAvg or PreFed, as somebody would write it who knows what flat vectors are."""
+    """A round as somebody would write it who knows what flat vectors are. The client rule is the
+    library's own, so that what differs is the rest of the round."""
 
     def __init__(self, algorithm: prefed.Algorithm, millions: int, steps: int) -> None:
-        self.flat, self.data, self.settings = (
-            FlatModel(model(millions)),
-            data(millions),
-            settings(1, steps),
-        )
-        self.algorithm, self.rounds = algorithm, 0
-        vectors = 1 + 2 * isinstance(algorithm, prefed.PreFed)
-        self.server = [
-            self.flat.weights.clone(),
-            *map(torch.zeros_like, [self.flat.weights] * (vectors - 1)),
-        ]
-        self.client = [self.flat.weights, *map(torch.zeros_like, self.server[1:])]
-        self.sums = [torch.zeros_like(vector) for vector in self.server]
-        self.spare = torch.zeros_like(self.flat.weights)
+        self.flat, self.data = FlatModel(model(millions)), data(millions)
+        self.settings, self.rounds = settings(1, steps), 0
+        self.rule = algorithm.client_rule().fused(self.flat.weights)
+        self.lr = float(algorithm.client_lr)  # type: ignore[arg-type]
+        fields = self.rule.fields(self.flat.layout)
+        self.client = {"w": self.flat.weights}
+        self.client |= {name: field.new(self.flat.weights) for name, field in fields.items()}
+        self.server = {name: value.clone() for name, value in self.client.items()}
+        self.sums = {name: torch.zeros_like(value) for name, value in self.client.items()}
 
     def round(self) -> None:
         for number in range(COHORT):
-            for mine, its in zip(self.client, self.server, strict=True):
-                mine.copy_(its)
-            batches = Batches(self.data.client(number), number, self.rounds, self.settings)
-            for k in range(len(batches)):
-                x, y = batches[k]
-                self.flat.gradient.zero_()
-                cross_entropy(self.flat.module(x), y).backward()
-                self.step(*self.client)
-            for total, mine in zip(self.sums, self.client, strict=True):
-                total.add_(mine) if number else total.copy_(mine)
-        for its, total in zip(self.server, self.sums, strict=True):
-            torch.div(total, COHORT, out=its)
+            for name, mine in self.client.items():
+                mine.copy_(self.server[name])
+            self.train(Batches(self.data.client(number), number, self.rounds, self.settings))
+            for name, mine in self.client.items():
+                self.sums[name].add_(mine) if number else self.sums[name].copy_(mine)
+        for name, total in self.sums.items():
+            torch.div(total, COHORT, out=self.server[name])
         self.rounds += 1
 
-    def step(self, w: Tensor, *state: Tensor) -> None:
-        g, lr = self.flat.gradient, float(self.algorithm.client_lr)  # type: ignore[arg-type]
-        if not state:
-            w.add_(g, alpha=-lr)
-            return
-        (m, P), a = state, self.algorithm
-        assert isinstance(a, prefed.PreFed)
-        m.lerp_(g, 1 - a.beta1)
-        g.sub_(m)
-        P.mul_(a.beta2).addcmul_(g, g, value=1 - a.beta2)
-        torch.sqrt(P, out=self.spare).add_(a.tau)
-        w.addcdiv_(m, self.spare, value=-lr)
+    def train(self, batches: Batches) -> None:
+        state = dict(self.client)
+        w, g = state.pop("w"), self.flat.gradient
+        self.rule.begin(w, state)
+        for k in range(len(batches)):
+            x, y = batches[k]
+            g.zero_()
+            cross_entropy(self.flat.module(x), y).backward()
+            self.rule.apply(w, g, state, self.lr, k)
+        self.rule.finish(w, state, self.lr, len(batches))
 
 
 def speed(name: str, millions: int, steps: int, passes: int) -> None:
@@ -177,7 +166,7 @@ def speed(name: str, millions: int, steps: int, passes: int) -> None:
         pair = timed(ours), timed(bare.round)
         if number:  # the first takes the memory
             times.append(pair)
-    apart = (run.server.weights - bare.server[0]).norm() / bare.server[0].norm()
+    apart = (run.server.weights - bare.server["w"]).norm() / bare.server["w"].norm()
     ratio = statistics.median(a / b for a, b in times)
     mine, its = (statistics.median(t) for t in zip(*times, strict=True))
     cells = name, millions, steps, f"{its:.2f} s", f"{mine:.2f} s", f"{ratio:.3f}", f"{apart:.0e}"

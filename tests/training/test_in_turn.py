@@ -182,15 +182,23 @@ def test_what_algorithms_need_at_least() -> None:
     assert needed(prefed.PreFed(), layout).of(3) == pytest.approx(11 + 2 * 4, abs=1e-2)
 
 
+SLOW = pytest.mark.slow
+CASES = [("FedAvg", 1), ("PreFedLite", 1), *(
+    pytest.param(name, workers, marks=SLOW)
+    for name, workers in [("FedAdam", 1), ("PreFed", 1), ("FedAvg", 2), ("PreFed", 2)]
+)]  # fmt: skip
+
+
 @pytest.mark.process
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("name", ["FedAvg", "FedAdam", "PreFed", "PreFedLite"])
+@pytest.mark.parametrize(("name", "workers"), CASES)
 def test_no_vector_too_many_is_held(name: str, workers: int) -> None:
-    """The most that a process held, over what it held before the model was built."""
-    code = f"import large; large.warm_up(); large.hold({name!r}, 4, {workers})"
+    """The most that a process held, over what it held before the model was built. What is not the
+    run's vectors is a part of one: temporary gradients, and what the allocator does not give
+    back, of each thread."""
+    code = f"import large; large.warm_up(); large.hold({name!r}, 11, {workers})"
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "bench")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     found = json.loads(done.stdout)
-    assert found["needed"] <= found["vectors"] <= found["needed"] + 1
+    assert found["needed"] <= found["vectors"] <= found["needed"] + 1.5 + (workers - 1)

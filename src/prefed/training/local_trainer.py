@@ -202,6 +202,8 @@ class LocalTrainer(Trainer):
 
     def rest(self) -> None:
         self.memory, self.lent = Memory(), []
+        if self.workers is not None:
+            self.workers.rest()
 
     def client_state(self, server: Server, client: int) -> tuple[Tensor, Tensor]:
         return client_state(server, self.kept.get(client, {}))

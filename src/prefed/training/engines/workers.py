@@ -43,8 +43,9 @@ class Workers:
             workers = 1
         first = ENGINES.get(engine)(task, data, settings)
         again: Callable[..., Engine] = type(first)  # what was found out need not be again
-        more = [again(task.copy(data), data, settings) for _ in range(workers - 1)]
-        self.engines = [first, *more]
+        self._another = lambda: again(task.copy(data), data, settings)
+        self.count, self.engines = workers, [first]
+        self._start()
         self.in_turn = is_wide(task.flat.shared.size)
         """Updates are given in the order of the blocks: each waits in its worker's own memory."""
         self.threads: ThreadPoolExecutor | None = None
@@ -52,6 +53,13 @@ class Workers:
             self.threads = ThreadPoolExecutor(
                 workers, "prefed", initializer=torch.set_num_threads, initargs=(1,)
             )
+
+    def _start(self) -> None:
+        self.engines += [self._another() for _ in range(self.count - len(self.engines))]
+
+    def rest(self) -> None:
+        """Let go of all models but the first, until there is work again."""
+        del self.engines[1:]
 
     def blocks(self, algorithm: Algorithm, cohort: Sequence[int]) -> Sequence[Clients]:
         """The cohort cut up; whole if it meets in every step."""
@@ -69,6 +77,7 @@ class Workers:
             for first, clients in blocks:
                 yield first, train(self.engines[0], clients)
             return
+        self._start()
         waiting = iter(blocks)
         running: dict[Future[Update], tuple[int, Engine]] = {}
 
