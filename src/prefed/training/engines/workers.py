@@ -43,8 +43,9 @@ class Workers:
             workers = 1
         first = ENGINES.get(engine)(task, data, settings)
         again: Callable[..., Engine] = type(first)  # what was found out need not be again
-        self._another = lambda: again(task.copy(data), data, settings)
-        self.count, self.engines = workers, [first]
+        self._another: Callable[[], Engine] = lambda: again(task.copy(data), data, settings)
+        self.count = workers
+        self.engines: list[Engine] = [first]
         self._start()
         self.in_turn = is_wide(task.flat.shared.size)
         """Updates are given in the order of the blocks: each waits in its worker's own memory."""
