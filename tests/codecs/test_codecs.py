@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ def shapes(size: int) -> Layout:
 
 
 def noise(*clients: int, seed: int = 0) -> Noise:
-    return partial(draws.noise, seed, "test", 3, clients or (0,))
+    return draws.Noise(seed, "test", 3, clients or (0,))
 
 
 def rows_like(values: list[float], size: int, clients: int, dtype: torch.dtype) -> Tensor:

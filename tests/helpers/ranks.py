@@ -11,6 +11,7 @@ import torch
 
 import prefed
 from prefed.training import ranks
+from prefed.training.means import in_turn
 from tests.helpers.bad_client import BAD, rounds
 from tests.helpers.engine_runs import batchnorm
 from tests.helpers.problems import tiny_data, tiny_model
@@ -102,9 +103,18 @@ def weights() -> dict[str, torch.Tensor]:
     return results
 
 
+def wide_weights() -> dict[str, torch.Tensor]:
+    """The same with sums in turn, as those of wide models are."""
+    usual, in_turn.WIDE = in_turn.WIDE, 1
+    try:
+        return {f"wide {name}": value for name, value in weights().items()}
+    finally:
+        in_turn.WIDE = usual
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with ranks.joined():
-        found = weights()
+        found = weights() | wide_weights()
         path = f"{sys.argv[1]}/{os.environ['RANK']}.safetensors"
         safetensors.torch.save_file(found, path)

@@ -14,7 +14,7 @@ import torch
 
 from prefed.training import ranks
 from tests.helpers import ROOT
-from tests.helpers.ranks import weights
+from tests.helpers.ranks import weights, wide_weights
 
 
 def start(size: int, out: Path, **more: str) -> list[subprocess.Popen[str]]:
@@ -40,7 +40,7 @@ def start(size: int, out: Path, **more: str) -> list[subprocess.Popen[str]]:
 def test_the_same_bits_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
     """Kept state, shared state, lockstep, and fewer clients than ranks."""
     processes = start(ranks, tmp_path)
-    expected = weights()
+    expected = weights() | wide_weights()
     for process in processes:
         _, error = process.communicate(timeout=120)
         assert process.returncode == 0, error

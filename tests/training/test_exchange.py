@@ -12,10 +12,12 @@ from torch import Tensor
 
 import prefed
 from prefed.codecs import codec
+from prefed.codecs.interface import Blockwise
+from prefed.core.layout import Layout
 from prefed.experiments.run_directory import execute
 from prefed.training.engines.vectorised import Vectorised
-from prefed.training.messages import receive, upload
-from prefed.training.round import Server, Update, traffic
+from prefed.training.messages import exchange, receive, upload
+from prefed.training.round import Server, Update, codec_of, traffic
 from tests.helpers.engine_runs import chain, same
 from tests.helpers.problems import tiny_data, tiny_model
 from tests.helpers.run_folders import StopAfter, fingerprint, small
@@ -101,6 +103,37 @@ def test_bytes_are_those_of_the_messages(options: dict[str, Any]) -> None:
         assert record["bytes_up"] == length
         assert record["bytes_up_state"] == state
         assert record["bytes_up_weights"] == length - state
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=ident)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_in_one_process_the_same_values_arrive_with_less_memory(
+    options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Vectors of several pieces; what clients keep of what they send is as it was."""
+    algorithm, size = prefed.PreFed(**options), (1 << 17) + 700
+    layout = Layout.of([("w", torch.empty(size))])
+    server = Server.start(
+        algorithm, layout, torch.rand(size, dtype=dtype), torch.empty(0, dtype=dtype)
+    )
+    rows = {n: torch.rand(3, *v.shape).to(dtype) for n, v in server.values(algorithm).items()}
+    stays = {name: rows[name].clone() for name in [*rows][1:]}
+    for kept in ({}, stays):
+        update = Update(dict(rows), kept, torch.zeros(3), [1] * 3)
+        message, left = upload(algorithm, server, update, [4, 0, 9], {}, 7)
+        wanted = receive(algorithm, server, message)
+        mine = Update({n: v.clone() for n, v in rows.items()}, kept, torch.zeros(3), [1] * 3)
+        found, here = exchange(algorithm, server, mine, [4, 0, 9], {}, 7)
+        assert [*found] == [*wanted]
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value), name
+            if isinstance(codec_of(algorithm, name), Blockwise):
+                in_place = found[name].data_ptr() == mine.values[name].data_ptr()
+                assert in_place == (name not in kept)
+            if name in kept:
+                assert torch.equal(mine.values[name], rows[name])
+        assert here.keys() == left.keys()
+        assert all(torch.equal(here[name], value) for name, value in left.items())
 
 
 def bytes_of(value: Tensor) -> bytes:

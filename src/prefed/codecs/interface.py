@@ -21,7 +21,7 @@ what is sent."""
 Form = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """The type and shape, for one client, of each part of a message."""
 Noise = Callable[[int], Tensor]
-"""noise(n): random numbers for each client (C, n), uniform over all values of int16."""
+"""noise(n): the next random numbers for each client (C, n), uniform over all values of int16."""
 
 TINY = torch.finfo(torch.float32).tiny
 """The smallest normal float32. Scales are not smaller."""
@@ -89,16 +89,23 @@ class Blockwise(Codec):
         return {name: (dtype, (n,)) for name, (dtype, n) in self.lengths(layout.size).items()}
 
     def encode(self, x: Tensor, layout: Layout, noise: Noise) -> Parts:
-        drawn = noise(layout.size).to(x.device)
         parts = {
             name: x.new_empty(len(x), n, dtype=dtype)
             for name, (dtype, n) in self.lengths(layout.size).items()
         }
         for a, b in self._pieces(len(x), layout.size):
-            piece = self.encode_piece(self.prepare(x[:, a:b]), drawn[:, a:b])
+            piece = self._encoded(x[:, a:b], noise)
             for name, part in self._slices(parts, a, b).items():
                 part.copy_(piece[name])
         return parts
+
+    def send(self, x: Tensor, noise: Noise) -> None:
+        """What decode(encode(x)) is, in place of x."""
+        for a, b in self._pieces(*x.shape):
+            x[:, a:b] = self.decode_piece(self._encoded(x[:, a:b], noise), b - a)
+
+    def _encoded(self, x: Tensor, noise: Noise) -> Parts:
+        return self.encode_piece(self.prepare(x), noise(x.shape[1]).to(x.device))
 
     def decode(self, parts: Parts, layout: Layout, like: Tensor) -> Tensor:
         rows = len(next(iter(parts.values())))

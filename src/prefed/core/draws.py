@@ -97,11 +97,23 @@ def uniform(
     return torch.from_numpy(generator(seed, purpose, round, client, step).random(tuple(shape)))
 
 
+class Noise:
+    """Random numbers of 16 bits for each client, as int16: all at once, or one piece after another,
+    each of which but the last has a multiple of four."""
+
+    def __init__(self, seed: int, purpose: str, round: int, clients: Sequence[int]) -> None:
+        self._drawn = [generator(seed, purpose, round, c).bit_generator for c in clients]
+
+    def __call__(self, size: int) -> Tensor:
+        """The next (C, size)."""
+        drawn = [generator.random_raw(-(-size // 4)) for generator in self._drawn]
+        found = drawn[0][None] if len(drawn) == 1 else np.stack(drawn)
+        return torch.from_numpy(found.view(np.int16))[:, :size]
+
+
 def noise(seed: int, purpose: str, round: int, clients: Sequence[int], size: int) -> Tensor:
-    """Random numbers of 16 bits for each client (C, size), as int16."""
-    words = -(-size // 4)
-    drawn = [generator(seed, purpose, round, c).bit_generator.random_raw(words) for c in clients]
-    return torch.from_numpy(np.stack(drawn).view(np.int16))[:, :size]
+    """The first numbers of `Noise` (C, size)."""
+    return Noise(seed, purpose, round, clients)(size)
 
 
 def uniforms(seed: int, purpose: str, clients: Numbers, round: int = 0) -> Floats:

@@ -130,7 +130,7 @@ class AsynchronousTrainer(LocalTrainer):
         """The updates in the buffer, as the server of now averages them."""
         assert self.workers is not None, "prepare() comes first"
         # With several workers, a block that is alone is computed as it is beside others.
-        with torch_threads(1 if len(self.workers.engines) > 1 else None):
+        with torch_threads(1 if self.workers.count > 1 else None):
             yield from self._in_buffer(server, clients)
 
     def _in_buffer(self, server: Server, clients: list[int]) -> Iterator[tuple[int, Update]]:
@@ -179,7 +179,7 @@ class AsynchronousTrainer(LocalTrainer):
     ) -> Iterator[tuple[Waiting, Update]]:
         """These blocks, and as many more as keep all workers busy: those that are needed first."""
         assert self.workers is not None, "prepare() comes first"
-        if more := -len(blocks) % len(self.workers.engines):
+        if more := -len(blocks) % self.workers.count:
             arrival = {job.client: job for job in self.ahead.in_flight}
             others = {*self.underway.waiting, *self.fresh} - {*blocks}
             others = {b for b in others if b.clients[0] not in self.underway.held}

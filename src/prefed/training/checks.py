@@ -12,7 +12,7 @@ from prefed.core.layout import Layout
 from prefed.core.schedule import at
 from prefed.rules import Rule
 from prefed.rules.grouped import check_groups
-from prefed.rules.rule import OTHER
+from prefed.rules.rule import BLOCK, OTHER
 from prefed.training.round import policy, shared_fields
 
 TRIED = 100
@@ -30,10 +30,14 @@ def check_in_place(algorithm: Algorithm, flat: FlatModel, steps: int) -> None:
 def _try(rule: Rule, layout: Layout, weights: Tensor, lr: float, steps: int) -> None:
     """A rule's steps must change the weights and the state that they are given: with new tensors
     in their place nothing would be trained. The weights may be too large for a small step to be
-    seen, so zeros are tried as well."""
+    seen, so zeros are tried as well. Of a rule that works block by block, one block is tried."""
     lr = min(lr or 1e-3, 1.0)  # what is too large is told elsewhere
     name, clients = type(rule).__name__, len(weights) if weights.dim() == 2 else None
-    for start in (weights, torch.zeros_like(weights)):
+    if rule.in_parts and all(f.shape == (layout.size,) for f in rule.fields(layout).values()):
+        weights = weights[..., :BLOCK]
+        layout = Layout.of([("first", weights.reshape(-1))])
+    for zero in (False, True):
+        start = torch.zeros_like(weights) if zero else weights
         w = start.clone()
         state = {n: field.new(weights, clients) for n, field in rule.fields(layout).items()}
         given = dict(state)

@@ -108,8 +108,8 @@ class LocalTrainer(Trainer):
         """The mean over these clients, in a fixed order."""
         self.memory.give(self.lent)  # the server has used the mean of the last round up
         self.lent = []
-        seed, kept = self.settings.seed, {}
-        mean = self.means.collect(self.algorithm, server, len(clients), seed, self.memory)
+        kept: dict[int, State] = {}
+        mean = self._collect(server, clients)
         for first, update in self._updates(server, clients):
             block = clients[first : first + len(update.losses)]
             weights = [self.settings.weight(c, len(self.data.client(c))) for c in block]
@@ -174,6 +174,11 @@ class LocalTrainer(Trainer):
 
     # What several ranks do together, and one process does alone.
 
+    def _collect(self, server: Server, clients: list[int]) -> Mean:
+        """An empty mean for these clients."""
+        seed = self.settings.seed
+        return self.means.collect(self.algorithm, server, len(clients), seed, self.memory)
+
     def _share(self, blocks: Sequence[Clients]) -> Sequence[Clients]:
         """The blocks that this process trains."""
         return blocks
@@ -194,6 +199,11 @@ class LocalTrainer(Trainer):
 
     def keep(self, server: Server, arrived: Arrived) -> None:
         self.kept.update(arrived.kept)
+
+    def rest(self) -> None:
+        self.memory, self.lent = Memory(), []
+        if self.workers is not None:
+            self.workers.rest()
 
     def client_state(self, server: Server, client: int) -> tuple[Tensor, Tensor]:
         return client_state(server, self.kept.get(client, {}))

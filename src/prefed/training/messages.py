@@ -2,19 +2,20 @@
 
     upload     on the client: what local_update left -> message, and what the client keeps
     receive    on the server: message -> the values that were sent, as far as the codecs keep them
+    exchange   both, in a simulation: the same values, with less memory
 
 A message is exactly the bytes that are counted: `receive` refuses any other.
 """
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
 from prefed.codecs import Codec, Parts
+from prefed.codecs.interface import Blockwise
 from prefed.core import draws
 from prefed.core.errors import PrefedError
 from prefed.core.layout import Layout
@@ -37,17 +38,8 @@ def upload(
     that they began with."""
     message, stays = {}, update.kept
     for name, rows in update.values.items():
-        way = codec_of(algorithm, name)
-        noise = partial(draws.noise, seed, f"codec {name}", server.round, clients)
-        if way.feedback:
-            rows = rows.clone()
-            for row, client in zip(rows, clients, strict=True):
-                if client in kept:
-                    row.add_(kept[client][LOST])
-        message[name] = way.encode(rows, server.layout, noise)
-        if way.feedback:
-            arrived = way.decode(message[name], server.layout, server.weights)
-            stays = stays | {LOST: rows.sub_(arrived)}
+        message[name], lost = _encode(algorithm, server, name, rows, clients, kept, seed)
+        stays = stays | lost
     return message, stays
 
 
@@ -61,12 +53,61 @@ def receive(algorithm: Algorithm, server: Server, message: Message) -> State:
         )
     if len({len(part) for parts in message.values() for part in parts.values()}) != 1:
         raise PrefedError("a message should have a row for each client in every part")
-    values = {}
-    for name, like in wanted.items():
-        way = codec_of(algorithm, name)
-        _check(name, message[name], way, server.layout, like)
-        values[name] = way.decode(message[name], server.layout, like)
-    return values
+    return {name: _decode(algorithm, server, name, message[name]) for name in wanted}
+
+
+def exchange(
+    algorithm: Algorithm,
+    server: Server,
+    update: Update,
+    clients: Sequence[int],
+    kept: Kept,
+    seed: int,
+) -> tuple[State, State]:
+    """What `receive` makes of the message of `upload`, and what stays with the clients, where both
+    are in one process. A codec that works block by block writes over the update's own values and
+    takes the memory of a block, unless clients keep what they send."""
+    values, stays = {}, update.kept
+    for name in server.values(algorithm):
+        rows, way = update.values[name], codec_of(algorithm, name)
+        if isinstance(way, Blockwise) and name not in update.kept:
+            way.send(rows, _noise(seed, name, server, clients))
+            values[name] = rows
+        else:
+            parts, lost = _encode(algorithm, server, name, rows, clients, kept, seed)
+            values[name], stays = _decode(algorithm, server, name, parts), stays | lost
+    return values, stays
+
+
+def _encode(
+    algorithm: Algorithm,
+    server: Server,
+    name: str,
+    rows: Tensor,
+    clients: Sequence[int],
+    kept: Kept,
+    seed: int,
+) -> tuple[Parts, State]:
+    """The parts of one value, and what the codec has clients keep of it."""
+    way, noise = codec_of(algorithm, name), _noise(seed, name, server, clients)
+    if not way.feedback:
+        return way.encode(rows, server.layout, noise), {}
+    rows = rows.clone()
+    for row, client in zip(rows, clients, strict=True):
+        if client in kept:
+            row.add_(kept[client][LOST])
+    parts = way.encode(rows, server.layout, noise)
+    return parts, {LOST: rows.sub_(way.decode(parts, server.layout, server.weights))}
+
+
+def _noise(seed: int, name: str, server: Server, clients: Sequence[int]) -> draws.Noise:
+    return draws.Noise(seed, f"codec {name}", server.round, clients)
+
+
+def _decode(algorithm: Algorithm, server: Server, name: str, parts: Parts) -> Tensor:
+    way, like = codec_of(algorithm, name), server.values(algorithm)[name]
+    _check(name, parts, way, server.layout, like)
+    return way.decode(parts, server.layout, like)
 
 
 def _check(name: str, parts: Parts, way: Codec, layout: Layout, like: Tensor) -> None:

@@ -3,7 +3,8 @@
 Every rank has the whole global state, draws the same cohort, and trains its share of it. The mean
 is a fixed tree over the cohort (mean.py): a rank adds up the subtrees it owns and hands them to a
 lower rank, which goes on adding, up to rank 0; from there the mean comes back to all, and every
-rank takes the same server step. So the bits do not depend on the number of ranks.
+rank takes the same server step. So the bits do not depend on the number of ranks. Wide models have
+no tree (means/in_turn.py): there blocks are dealt out in turn, and rank 0 adds up all of them.
 
 The first rank evaluates, writes and prints for all; the others begin where it does and stop with
 it.
@@ -21,6 +22,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -36,6 +38,7 @@ from prefed.training.engines.auto import Choice
 from prefed.training.engines.workers import Clients
 from prefed.training.local_trainer import SQUARE, LocalTrainer, spread
 from prefed.training.mean import Mean, Part
+from prefed.training.means.in_turn import Elsewhere, InTurn, Rows, is_wide
 from prefed.training.messages import averaged
 from prefed.training.round import Server
 from prefed.training.settings import Settings
@@ -156,17 +159,40 @@ class RankTrainer(LocalTrainer):
         chosen = str(super()._choose(server, cohort)) if self.leads else ""
         return Choice.parse(text_of_first(chosen))
 
+    def _collect(self, server: Server, clients: list[int]) -> Mean:
+        """Clients of a wide model are added up in turn, by the first rank."""
+        mean, me, ranks = super()._collect(server, clients), dist.get_rank(), dist.get_world_size()
+        if not isinstance(mean, InTurn):
+            return mean
+        like = self._like(server)
+        if me > 0:
+            return Elsewhere(partial(_send_rows, like))
+        assert self.workers is not None, "prepare() comes first"
+        blocks = self.workers.blocks(self.algorithm, clients)
+        others = {
+            first: partial(_receive_rows, like, len(its), number % ranks)
+            for number, (first, its) in enumerate(blocks)
+            if number % ranks
+        }
+        return InTurn(self.memory, others)
+
+    def _like(self, server: Server) -> State:
+        """Names and shapes of what is averaged."""
+        like = averaged(self.algorithm, server)
+        if self.mechanism is not None:
+            like = self.mechanism.like(server)
+        return like | {SQUARE: server.weights.new_zeros(1)}
+
     def _share(self, blocks: Sequence[Clients]) -> Sequence[Clients]:
-        return share(blocks, dist.get_rank(), dist.get_world_size())
+        me, ranks = dist.get_rank(), dist.get_world_size()
+        if is_wide(self.task.flat.shared.size):
+            return blocks[me::ranks]
+        return share(blocks, me, ranks)
 
     def _together(
         self, server: Server, mean: Mean, clients: int, kept: dict[int, State]
     ) -> Arrived:
-        like = averaged(self.algorithm, server)
-        if self.mechanism is not None:
-            like = self.mechanism.like(server)
-        like |= {SQUARE: server.weights.new_zeros(1)}
-        values, loss = mean_of_all(mean, like)
+        values, loss = mean_of_all(mean, self._like(server))
         record = spread(values, self.means.weights.rule.is_plain)
         return Arrived(values, loss, clients, kept_of_all(kept, self.first_kept), record)
 
@@ -291,6 +317,26 @@ def _receive(like: State, source: int) -> list[Part]:
         Part(int(level), int(index), _unpack(row, like), weight, loss)
         for (level, index, weight, loss), row in zip(places.tolist(), sums, strict=True)
     ]
+
+
+def _send_rows(like: State, rows: Rows) -> None:
+    """A block of clients, to the first rank."""
+    values, *numbers = rows
+    with _watching():
+        for name in like:
+            dist.send(values[name].contiguous(), 0)
+        dist.send(torch.tensor(numbers, dtype=torch.float64, device=_device()), 0)
+
+
+def _receive_rows(like: State, count: int, source: int) -> Rows:
+    values = {n: v.new_empty(count, *v.shape) for n, v in like.items()}
+    numbers = torch.empty(2, count, dtype=torch.float64, device=_device())
+    with _watching():
+        for value in values.values():
+            dist.recv(value, source)
+        dist.recv(numbers, source)
+    weights, losses = numbers.tolist()
+    return values, weights, losses
 
 
 def _broadcast_text(text: str, source: int) -> str:

@@ -492,6 +492,7 @@ class Run:
 
     def result(self) -> Result:
         best = bool(self._best_state)
+        self.trainer.rest()
         model = self.model(best)
         weights = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
         round = self.best.round if self.best is not None and best else None

@@ -91,6 +91,9 @@ class Trainer(ABC):
         """Each client on its own test samples, as far as they can be had."""
         return dict(evaluation.here(clients))
 
+    def rest(self) -> None:
+        """Let go of memory that the next round, if there is one, would take again."""
+
     def state(self) -> dict[str, Tensor]:
         """What the next rounds depend on besides the server, by name, as a checkpoint holds it."""
         return {}

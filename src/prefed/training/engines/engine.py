@@ -12,7 +12,7 @@ from prefed.core.registry import Registry
 from prefed.data import FederatedData
 from prefed.training.attackers import Attackers, Moments
 from prefed.training.mechanism import Mechanism
-from prefed.training.messages import receive, to_mean, upload
+from prefed.training.messages import exchange, to_mean
 from prefed.training.round import Kept, Server, Update
 from prefed.training.settings import Settings
 from prefed.training.task import Task
@@ -89,8 +89,7 @@ def receive_block(
         update = attackers.send(algorithm, server, update, clients, honest)
     if mechanism is not None:
         update = mechanism.on_clients(server, update, clients)  # if they trust nobody
-    message, stays = upload(algorithm, server, update, clients, kept, seed)  # encoded
-    values = receive(algorithm, server, message)  # decoded, on the server
+    values, stays = exchange(algorithm, server, update, clients, kept, seed)  # by the codecs
     return replace(update, values=values, kept=stays)
 
 

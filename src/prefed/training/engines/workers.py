@@ -10,7 +10,7 @@ per worker, not on how many workers there are.
 """
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from prefed.algorithms import Algorithm
 from prefed.data import FederatedData
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
+from prefed.training.means.in_turn import is_wide
 from prefed.training.round import Update
 from prefed.training.settings import Settings
 from prefed.training.task import Task
@@ -42,13 +43,24 @@ class Workers:
             workers = 1
         first = ENGINES.get(engine)(task, data, settings)
         again: Callable[..., Engine] = type(first)  # what was found out need not be again
-        more = [again(task.copy(data), data, settings) for _ in range(workers - 1)]
-        self.engines = [first, *more]
+        self._another: Callable[[], Engine] = lambda: again(task.copy(data), data, settings)
+        self.count = workers
+        self.engines: list[Engine] = [first]
+        self._start()
+        self.in_turn = is_wide(task.flat.shared.size)
+        """Updates are given in the order of the blocks: each waits in its worker's own memory."""
         self.threads: ThreadPoolExecutor | None = None
         if workers > 1:
             self.threads = ThreadPoolExecutor(
                 workers, "prefed", initializer=torch.set_num_threads, initargs=(1,)
             )
+
+    def _start(self) -> None:
+        self.engines += [self._another() for _ in range(self.count - len(self.engines))]
+
+    def rest(self) -> None:
+        """Let go of all models but the first, until there is work again."""
+        del self.engines[1:]
 
     def blocks(self, algorithm: Algorithm, cohort: Sequence[int]) -> Sequence[Clients]:
         """The cohort cut up; whole if it meets in every step."""
@@ -59,12 +71,14 @@ class Workers:
     def updates(
         self, train: Train, blocks: Sequence[Clients]
     ) -> Generator[tuple[int, Update], None, None]:
-        """What `train` makes of each block, in any order, with the position of its first client.
-        The tensors of an update are only valid until the next one is asked for."""
+        """What `train` makes of each block, with the position of its first client: in turn, or as
+        soon as it is there. The tensors of an update are only valid until the next one is asked
+        for."""
         if self.threads is None or len(blocks) == 1:
             for first, clients in blocks:
                 yield first, train(self.engines[0], clients)
             return
+        self._start()
         waiting = iter(blocks)
         running: dict[Future[Update], tuple[int, Engine]] = {}
 
@@ -81,7 +95,9 @@ class Workers:
             for engine in self.engines:
                 start(engine)
             while running:
-                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                done: Iterable[Future[Update]] = [next(iter(running))]  # the first to be started
+                if not self.in_turn:
+                    done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     first, engine = running.pop(future)
                     yield first, future.result()

@@ -15,6 +15,7 @@ from prefed.core.memory import Memory
 from prefed.core.option_models import options_model
 from prefed.training.mean import Mean
 from prefed.training.means.held_rows import RobustMean, shuffled
+from prefed.training.means.in_turn import InTurn, is_wide
 from prefed.training.means.mean_rule import MEANS, MeanRule, lying
 from prefed.training.messages import averaged
 from prefed.training.round import LOCAL_STEPS, Server, policy
@@ -94,7 +95,7 @@ class Means:
     ) -> Mean:
         """An empty mean for so many clients, which are known by their positions."""
         if self.is_plain:
-            return Mean(memory)
+            return InTurn(memory) if is_wide(server.layout.size) else Mean(memory)
         rules = {}
         for name in server.values(algorithm):
             choice = self.weights if name == "weights" else self.state
