@@ -1,4 +1,4 @@
-"""How often a round waits for the device, counted on "meta", which like a GPU has no values at hand.
+"""How often a round waits for the device, counted on "meta", which like a GPU has no values ready.
 
 A GPU is told what to do and computes meanwhile; whoever asks for a value waits until all of it is
 done. That may happen once a block or once a round, but not in each local step."""
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 import prefed
 from prefed.models.chars import CharTransformer
 from prefed.models.cnn import cnn
+from prefed.rules import SGD, Rule, State
 from prefed.training.engines.auto import Choice
 from prefed.training.engines.vectorised import Vectorised
 from prefed.training.engines.workers import Workers
@@ -139,9 +140,29 @@ def without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_round_waits_as_often_whatever_its_steps(name: str, engine: str) -> None:
+@pytest.mark.parametrize("kind", ["chain", "dropout", "convolutions", "attention"])
+def test_a_round_waits_as_often_whatever_its_steps(name: str, engine: str, kind: str) -> None:
     algorithm = prefed.ALGORITHMS.get(name)()
-    for kind in ("chain", "dropout", "convolutions", "attention"):
-        found = [waits(algorithm, kind, engine, steps) for steps in (2, 5)]
-        print(found)
-        assert found[0] == found[1], kind
+    few, many = (waits(algorithm, kind, engine, steps) for steps in (2, 5))
+    assert few == many
+    down, up = few
+    blocks = CLIENTS if engine == "sequential" else 1
+    fields = sum(policy.kind == "average" for policy in algorithm.sharing().values())
+    fields -= sum(name.endswith("_mass") for name in algorithm.sharing())
+    assert down["aten._to_copy.default"] == blocks  # losses
+    assert down["aten._local_scalar_dense.default"] <= 5 + fields  # of the mean; docs/gpu.md
+    assert sum(up.values()) <= 3 * blocks
+
+
+def test_a_step_that_asks_for_a_value_is_noticed() -> None:
+    class Curious(SGD):
+        def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
+            w.sub_(g, alpha=lr if float(g.sum()) else 0.0)
+
+    class FedCurious(prefed.FedAvg):
+        def client_rule(self) -> Rule:
+            return Curious()
+
+    few, many = (waits(FedCurious(client_lr=0.1), "chain", "sequential", n) for n in (2, 5))
+    more = many[0]["aten._local_scalar_dense.default"] - few[0]["aten._local_scalar_dense.default"]
+    assert more == 3 * CLIENTS

@@ -55,9 +55,9 @@ LENGTH, SYMBOLS = 80, 90
 
 
 def w5() -> Workload:
-    title = "W5: 10 of 100 clients, char-transformer of width 64, 2 layers, K=5, batch 10 x 80"
+    title = "W5: 10 of 100 clients, char-transformer of width 64, 2 layers, K=10, batch 10 x 80"
     model = partial(CharTransformer, (LENGTH,), SYMBOLS)
-    return Workload(title, model, _random_text(100, 50), 10, 5, 10)
+    return Workload(title, model, _random_text(100, 50), 10, 10, 10)
 
 
 def w6() -> Workload:

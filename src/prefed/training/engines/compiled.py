@@ -24,12 +24,12 @@ from prefed.core.errors import PrefedError
 from prefed.data import FederatedData
 from prefed.rules import Rule, State
 from prefed.training.engines.block_losses import Losses, losses_of, one_client
-from prefed.training.engines.compiled_steps import Gradients, Step, Steps, skeleton
+from prefed.training.engines.compiled_steps import Gradients, Refused, Step, Steps, skeleton
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
 from prefed.training.engines.sequential import Sequential, SequentialBlock
 from prefed.training.engines.stacked_batches import Group, Stack
-from prefed.training.engines.vectorised import Vectorised, VectorisedBlock
-from prefed.training.round import Server, local_step
+from prefed.training.engines.vectorised import SMALLEST_BLOCK, Vectorised, VectorisedBlock
+from prefed.training.round import Kept, Server, Update, local_step
 from prefed.training.settings import Settings
 from prefed.training.task import Task
 
@@ -48,9 +48,9 @@ def compiled(task: Task, data: FederatedData, settings: Settings) -> Engine:
             'use "vectorised" or "auto"'
         )
     of_blocks = Compiled(task, data, settings)
-    if of_blocks.most_clients > 1 and of_blocks.why_not() is None:
+    if of_blocks.most_clients >= SMALLEST_BLOCK and of_blocks.why_not() is None:
         return of_blocks
-    if (reason := why_not(task)) is None:
+    if (reason := why_not(task, data)) is None:
         return CompiledAlone(task, data, settings)
     warnings.warn(
         f"the model cannot be compiled ({reason}); clients train one after another",
@@ -60,8 +60,16 @@ def compiled(task: Task, data: FederatedData, settings: Settings) -> Engine:
     return Sequential(task, data, settings)
 
 
-def why_not(task: Task) -> str | None:
+def usual_batch(data: FederatedData, settings: Settings) -> int:
+    """The samples of a batch that steps are compiled for: others of a run are few, and run as they
+    are. It must not depend on what came before, or a resumed run would have other bits."""
+    return settings.batch_size or len(data.client(0))
+
+
+def why_not(task: Task, data: FederatedData) -> str | None:
     """Why the steps of a single client cannot be compiled, as far as it is known before."""
+    if data.client(0).is_ragged:
+        return "samples are of unequal length"
     if task.randomness == "generator":
         return "it draws from torch's global generator"
     if task.precision != "float32":
@@ -70,15 +78,17 @@ def why_not(task: Task) -> str | None:
 
 
 def can_be(algorithm: Algorithm) -> bool:
-    """The compiler can have its steps."""
-    if algorithm.client_rule().other(0) is None:
+    """The compiler can have its steps; if not, a line says why."""
+    rule = algorithm.client_rule()
+    if rule.other(0) is not None:
+        reason = f"{type(algorithm).__name__} needs more than one gradient in a step"
+    elif rule.elementwise and not rule.in_parts:
+        reason = (
+            "with tau_relative: torch's compiler fails where a step needs a mean of all weights"
+        )
+    else:
         return True
-    warnings.warn(
-        f"{type(algorithm).__name__} needs more than one gradient in a step; its clients train "
-        f"without a compiler",
-        EngineWarning,
-        stacklevel=3,
-    )
+    warnings.warn(f"not compiled: {reason}", EngineWarning, stacklevel=3)
     return False
 
 
@@ -89,6 +99,23 @@ class Compiled(Vectorised):
         super().__init__(task, data, settings)
         self.steps = Steps(task.flat.layout, self._gradients())
 
+    def update(
+        self, algorithm: Algorithm, server: Server, clients: Sequence[int], kept: Kept
+    ) -> Update:
+        try:
+            return super().update(algorithm, server, clients, kept)
+        except Refused:  # from the start, so that a run has the bits of the vectorised engine
+            return super().update(algorithm, server, clients, kept)
+
+    def sizes(self, algorithm: Algorithm) -> set[int]:
+        """Of the blocks that are compiled: those of a whole cohort. Others, where clients were
+        lost, train without."""
+        cohort = self.settings.clients_per_round or len(self.data)
+        if algorithm.client_rule().lockstep:
+            return {cohort}
+        size = self.block_size(algorithm, cohort)
+        return {size, cohort % size}
+
     def again(self, task: Task, data: FederatedData, settings: Settings) -> "Compiled":
         """For another worker, with what is compiled already."""
         other = Compiled(task, data, settings)
@@ -96,7 +123,10 @@ class Compiled(Vectorised):
         return other
 
     def _gradients(self) -> Gradients:
-        differentiate, direct = by_autograd(losses_of(self.task, skeleton(self.task.flat.module))), self.gradients
+        differentiate, direct = (
+            by_autograd(losses_of(self.task, skeleton(self.task.flat.module))),
+            self.gradients,
+        )
 
         def gradients(
             parameters: State, buffers: State, x: Inputs, y: Tensor, keys: Tensor
@@ -124,7 +154,11 @@ class CompiledBlock(VectorisedBlock):
         return only if isinstance(only, Group) and self.engine.simple(only, only.y) else None
 
     def is_compiled(self, algorithm: Algorithm) -> bool:
-        return not self.engine.steps.is_refused and can_be(algorithm) and self.group is not None
+        if self.engine.steps.is_refused or not can_be(algorithm) or (group := self.group) is None:
+            return False
+        usual = len(self.clients) in self.engine.sizes(algorithm)
+        size, first = group.size, usual_batch(self.engine.data, self.engine.settings)
+        return usual and (group.y.shape[1] if size is None else size) == first
 
     def rule(self, algorithm: Algorithm) -> Rule:
         """The plain lines: it is the compiler that fuses them."""
@@ -140,17 +174,10 @@ class CompiledBlock(VectorisedBlock):
         losses, rate = self.weights.new_zeros(len(self.clients)), self.weights.new_full((), lr)
         for first in range(0, steps, together):
             numbers = range(first, min(first + together, steps))
-            found = self.engine.steps(
-                (len(self.clients), batch.kind(group.x), len(numbers)),
-                algorithm, rule, self.weights, self.shares, state, {},
-                [self._step(group, k) for k in numbers], rate, first,
+            losses += self.engine.steps(
+                (len(self.clients), len(numbers)), algorithm, rule, self.weights, self.shares,
+                state, {}, [self._step(group, k) for k in numbers], rate, numbers,
             )  # fmt: skip
-            if found is not None:
-                losses += found
-                continue
-            for k in numbers:
-                losses += self.differentiate(k)
-                local_step(algorithm, rule, self, state, lr, k)
         return losses
 
     def _step(self, group: Group, k: int) -> Step:
@@ -166,6 +193,16 @@ class CompiledAlone(Sequential):
         super().__init__(task, data, settings)
         loss = one_client(task, skeleton(task.flat.module))
         self.steps = Steps(task.flat.layout, by_autograd(of_one_row(loss)))
+
+        self.batch_size = usual_batch(data, settings)
+
+    def update(
+        self, algorithm: Algorithm, server: Server, clients: Sequence[int], kept: Kept
+    ) -> Update:
+        try:
+            return super().update(algorithm, server, clients, kept)
+        except Refused:  # from the start, so that a run has the bits of the sequential engine
+            return super().update(algorithm, server, clients, kept)
 
     def again(self, task: Task, data: FederatedData, settings: Settings) -> "CompiledAlone":
         other = CompiledAlone(task, data, settings)
@@ -194,16 +231,15 @@ class CompiledClient(SequentialBlock):
         held = self.task.flat.buffers
         for k in range(self.steps[0]):
             x, y = self.batches[0][k]
+            if len(y) != self.engine.batch_size:  # the last of a pass
+                losses += self.differentiate(k)
+                local_step(algorithm, rule, self, state, lr, k)
+                continue
             step = self.task.prepared(x), y.to(self.task.device), self.keys(k)
             buffers = {name: held[name] for name in held.changing}
-            found = self.engine.steps(
-                (batch.kind(x), len(y)), algorithm, rule, self.weights, self.shares, state,
-                buffers, [step], rate, k,
-            )  # fmt: skip
-            if found is None:
-                found = self.differentiate(k)
-                local_step(algorithm, rule, self, state, lr, k)
-            losses += found
+            losses += self.engine.steps(
+                1, algorithm, rule, self.weights, self.shares, state, buffers, [step], rate, [k]
+            )
         return losses
 
 

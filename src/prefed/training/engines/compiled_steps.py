@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from threading import Lock
+from threading import Lock, current_thread, main_thread
 from types import FunctionType
 from typing import Any
 
@@ -27,9 +27,6 @@ from prefed.training.round import local_step
 LARGEST = 2000
 """Operations in a graph (forward and rule, as the model calls them) that is still compiled: the
 compiler takes about a minute for as many."""
-MOST_GRAPHS = 6
-"""Graphs of a run: blocks and batches of other sizes, steps that differ. What comes later is not
-compiled."""
 COMPILING = Lock()
 
 Gradients = Callable[[State, State, Inputs, Tensor, Tensor], tuple[State, Tensor]]
@@ -48,6 +45,10 @@ class CompiledPoint:
 
     def cohort_mean(self, rows: Tensor) -> Tensor:
         return self.shares @ rows
+
+
+class Refused(Exception):
+    """The steps cannot be compiled; a line has said why."""
 
 
 class Steps:
@@ -73,41 +74,44 @@ class Steps:
         buffers: State,
         steps: Sequence[Step],
         lr: Tensor,
-        first: int,
-    ) -> Tensor | None:
-        """Take these steps, from number `first` of the round on; the sum of their losses (C). None,
-        and nothing is done, if they cannot be compiled."""
-        if self.is_refused:
-            return None
-        given = algorithm, rule, weights, shares, state, buffers, list(steps), lr, first
-        if (kind, first) in self.known:
+        numbers: Sequence[int],
+    ) -> Tensor:
+        """Take these steps, which have these numbers in their round; the sum of their losses (C).
+        Or be refused, before anything is done."""
+        given = algorithm, rule, weights, shares, state, buffers, [*steps], lr, [*numbers]
+        if (kind, numbers[0]) in self.known:
             found: Tensor = self.compiled(*given)
             return found
+        for held in (weights, *state.values(), *buffers.values()) if weights.is_cuda else ():
+            torch._dynamo.mark_static_address(held)  # changed in place, so not copied for a launch
         try:
             with COMPILING:  # the compiler is not made for threads
                 found = self.compiled(*given)
         except Exception as error:  # it has many ways to say that it does not know something
             self.is_refused = True
-            cause = error.__cause__ or error
+            cause = getattr(error, "inner_exception", error)
             reason = str(cause).strip().partition("\n")[0].rstrip(".")
             warnings.warn(
                 f"the local steps cannot be compiled ({reason}); clients train without it",
                 EngineWarning,
                 stacklevel=2,
             )
-            return None
-        self.known.add((kind, first))
+            raise Refused from None
+        self.known.add((kind, numbers[0]))
         return found
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        """torch's compiler, unless there would be too much for it to do."""
+        """torch's compiler, unless there would be too much for it to do. On a GPU all kernels of a
+        graph are launched as one, which torch can do in the main thread alone."""
         size = len(graph.graph.nodes)
         if size > LARGEST:
             raise ValueError(f"a graph of {size} operations would take the compiler minutes")
-        if self.graphs == MOST_GRAPHS:
-            raise ValueError("batches or steps are of too many kinds")
         self.graphs += 1
-        return torch._dynamo.lookup_backend("inductor")(graph, inputs)
+        on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in inputs)
+        recorded = (
+            {"triton.cudagraphs": True} if on_gpu and current_thread() is main_thread() else {}
+        )
+        return torch._dynamo.lookup_backend("inductor")(graph, inputs, config_patches=recorded)
 
 
 def _make(gradients: Gradients, layout: Layout) -> Callable[..., Tensor]:
@@ -123,15 +127,15 @@ def _make(gradients: Gradients, layout: Layout) -> Callable[..., Tensor]:
         buffers: State,
         steps: list[Step],
         lr: Any,
-        first: int,
+        numbers: list[int],
     ) -> Tensor:
         losses = torch.zeros_like(shares)
-        for k, (x, y, keys) in enumerate(steps):
+        for k, (x, y, keys) in zip(numbers, steps, strict=True):
             found, of_step = gradients(cut(layout, weights), buffers, x, y, keys)
             losses = losses + of_step
             point = CompiledPoint(weights, join(layout, found), shares)
             with TensorRates():  # a number that is not looked at makes no graph of its own
-                local_step(algorithm, rule, point, state, lr, first + k if k else first)
+                local_step(algorithm, rule, point, state, lr, k)
         return losses
 
     return FunctionType(take.__code__.replace(), globals(), "take", None, take.__closure__)
@@ -153,10 +157,10 @@ class TensorRates(TorchFunctionMode):
 
 
 def skeleton(module: nn.Module) -> nn.Module:
-    """The module with parameters and buffers of the same memory, in training mode whatever is done
-    with the original: the compiler looks at it, and nobody else."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors}).train()
+    """The module with parameters of the same memory, in training mode whatever is done with the
+    original: the compiler looks at it, and nobody else. Buffers are its own, or a graph would be
+    for the one worker whose buffers they are."""
+    return copy.deepcopy(module, {id(p): p for p in module.parameters()}).train()
 
 
 def cut(layout: Layout, rows: Tensor) -> State:
