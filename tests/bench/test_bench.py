@@ -66,6 +66,7 @@ SCORES = {"W5": 90, "W6": 10, "W7": 90}
 """Classes: a model that has learnt nothing has the logarithm of their number as its loss."""
 
 
+@pytest.mark.process
 def test_what_is_measured_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bare loops, two engines, one thread; beside a busy process."""
     monkeypatch.setitem(WORKLOADS, "W1", partial(small_w1, WORKLOADS["W1"]))

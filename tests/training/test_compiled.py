@@ -28,6 +28,9 @@ pytestmark = [
 ]
 
 
+ENGINES = ("sequential", "compiled")
+
+
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Steps]:
     """What is compiled from now on."""
     made: list[Steps] = []
@@ -77,8 +80,8 @@ def result(
 def test_a_schedule_compiles_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     made = counted(monkeypatch)
     algorithm = prefed.PreFed(client_lr=prefed.schedule.cosine(0.05, rounds=4))
-    same(*(result(engine, algorithm, chain(drop=0.0)) for engine in ("sequential", "compiled")),
-         1e-9)  # fmt: skip
+    one, block = (result(engine, algorithm, chain(drop=0.0)) for engine in ENGINES)
+    same(one, block, 1e-9)
     assert [steps.graphs for steps in made] == [1]
 
 
@@ -127,7 +130,8 @@ def test_one_client_with_statistics_workers_and_a_resume(
 def test_one_client_with_dropout(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = counted(monkeypatch)
     model = (Net() if kind == "convolutions" else Attends(0.3, causal=True)).double()
-    same(*(run("scaffold", model, engine, rounds=3) for engine in ("sequential", "compiled")), 1e-9)
+    plain, fast = (run("scaffold", model, engine, rounds=3) for engine in ENGINES)
+    same(plain, fast, 1e-9)
     assert [steps.graphs for steps in made] == [1]
 
 

@@ -49,12 +49,12 @@ class Waits(TorchDispatchMode):
         self.lists = Lists(self.up)
 
     def __enter__(self) -> Waits:
-        self.lists.__enter__()
+        self.lists.__enter__()  # type: ignore[no-untyped-call]
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self.lists.__exit__(*error)
+        self.lists.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

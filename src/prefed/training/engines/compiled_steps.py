@@ -111,7 +111,8 @@ class Steps:
         recorded = (
             {"triton.cudagraphs": True} if on_gpu and current_thread() is main_thread() else {}
         )
-        return torch._dynamo.lookup_backend("inductor")(graph, inputs, config_patches=recorded)
+        inductor: Any = torch._dynamo.lookup_backend("inductor")
+        return inductor(graph, inputs, config_patches=recorded)
 
 
 def _make(gradients: Gradients, layout: Layout) -> Callable[..., Tensor]:
