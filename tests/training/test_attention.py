@@ -26,7 +26,7 @@ class Attends(nn.Module):
         self.head = nn.Linear(8 * SIZES[0], SIZES[2])
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.embed(x[..., None]).unflatten(-1, (3, 2, 4)).transpose(1, 3).unbind(2)
+        q, k, v = self.embed(x[..., None]).view(*x.shape, 3, 2, 4).transpose(1, 3).unbind(2)
         p = self.drop if self.training else 0.0
         out = scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=self.causal)
         mixed: Tensor = self.head(out.transpose(1, 2).flatten(1))

@@ -57,7 +57,7 @@ class Ragged:
     def index_select(self, dim: int, rows: Tensor) -> "Ragged":
         return Ragged(self.values, self.starts[rows], self.lengths[rows], self.fill)
 
-    def to(self, device: Any) -> "Ragged":
+    def to(self, device: Any, non_blocking: bool = False) -> "Ragged":
         """The rows are looked up where they are, and a batch is moved when it is padded."""
         return self
 
@@ -149,8 +149,16 @@ def stacked(inputs: Sequence[Inputs]) -> Inputs:
     return mapped(lambda *found: torch.stack(found), *inputs)
 
 
-def moved(x: Inputs, device: torch.device | str) -> Inputs:
-    return mapped(lambda leaf: leaf.to(device), x)
+def moved(x: Inputs, device: torch.device) -> Inputs:
+    """On the way to a GPU nobody waits: the system cannot move the memory that it is copied from
+    meanwhile."""
+    if device.type != "cuda":
+        return mapped(lambda leaf: leaf.to(device), x)
+    return mapped(lambda leaf: _pinned(leaf).to(device, non_blocking=True), x)
+
+
+def _pinned(leaf: Leaf) -> Any:
+    return leaf.pin_memory() if isinstance(leaf, Tensor) and leaf.is_cpu else leaf
 
 
 def is_ragged(*inputs: Inputs) -> bool:

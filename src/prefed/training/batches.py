@@ -117,5 +117,5 @@ class Batches:
             self.steps = range(k, last)
             x, y = samples.take(self.numbers[self.first : self.parts[last - 1].stop])
         if self.device is not None:
-            x, y = batch.moved(x, self.device), y.to(self.device)
+            x, y = (batch.moved(values, self.device) for values in (x, y))
         self.x, self.y = x, y

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from prefed.core import batch
+
 _WHOLE_FEATURES: dict[Callable[..., Any], bool] = {
     functional.dropout: False,
     torch.dropout: False,
@@ -34,7 +36,8 @@ _WHOLE_FEATURES: dict[Callable[..., Any], bool] = {
 def keys(seeds: Sequence[int], device: torch.device) -> Tensor:
     """Keys (n, 2) from 64-bit seeds."""
     words = np.array(seeds, dtype=np.int64).view(np.int32).reshape(-1, 2)
-    return torch.from_numpy(words.copy()).to(device)
+    found: Tensor = batch.moved(torch.from_numpy(words.copy()), device)
+    return found
 
 
 def dropout(x: Tensor, p: float, key: Tensor, call: int, whole_features: bool = False) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
-from prefed.core import draws
+from prefed.core import batch, draws
 from prefed.core.errors import PrefedError
 from prefed.core.losses import (
     WITH_CLASSES,
@@ -38,7 +38,8 @@ def numbers(settings: Settings, round: int, clients: Sequence[int], k: int, like
     """Random numbers to draw the labels of step k with, for targets `like` (C, batch, ...)."""
     key = settings.seed, "labels", round
     found = [draws.uniform(*key, client, k, like.shape[1:]) for client in clients]
-    return torch.stack(found).to(like.device)
+    drawn: Tensor = batch.moved(torch.stack(found), like.device)
+    return drawn
 
 
 def loss_of_drawn(loss: Loss, output: Tensor, y: Tensor, u: Tensor) -> Tensor:

@@ -133,12 +133,15 @@ class Task:
                 torch.cuda.manual_seed(seed)
         return KeyedDropout(keys([seed], self.device)[0])
 
-    def forward(self, x: Inputs) -> Tensor:
-        """The model's output, in the precision of its weights whatever the precision inside."""
+    def prepared(self, x: Inputs) -> Inputs:
+        """A batch as the module takes it."""
         x = batch.moved(batch.padded(x), self.device)
         x = self.transform(x) if self.transform else x
-        if self.channels_last:
-            x = batch.mapped(_channels_last, x)
+        return batch.mapped(_channels_last, x) if self.channels_last else x
+
+    def forward(self, x: Inputs) -> Tensor:
+        """The model's output, in the precision of its weights whatever the precision inside."""
+        x = self.prepared(x)
         with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bfloat16"):
             output = tensor_of(batch.call(self.flat.module, x))
         return output.to(self.flat.weights.dtype) if self.precision == "bfloat16" else output

@@ -21,11 +21,15 @@ Losses = Callable[[State, State, Inputs, Any, Tensor], Tensor]
 """(parameters, buffers, x, y, keys of dropout), each with a row a client -> losses (C)."""
 
 
-def losses_of(task: Task) -> Losses:
+def losses_of(task: Task, module: nn.Module | None = None) -> Losses:
     """The fastest way there is for this model: batched products for a chain of linear layers,
-    vmap for any other model."""
-    if (forward := linear_chains.plan(task.flat.module)) is None:
-        return by_vmap(task)
+    vmap for any other model.
+
+    module   another instance than the task's
+    """
+    module = module or task.flat.module
+    if (forward := linear_chains.plan(module)) is None:
+        return by_vmap(task, module=module)
     prepare = vmap(task.transform) if task.transform else (lambda x: x)
     loss: Loss = vmap(task.loss)
     if task.loss in WITH_CLASSES:
@@ -43,20 +47,41 @@ def gradients_of(task: Task) -> linear_chains.Differentiate | None:
     return lambda weights, into, x, y: differentiate(weights, into, prepare(x), y)
 
 
-def by_vmap(task: Task, loss: Callable[[Tensor, Any], Tensor] | None = None) -> Losses:
+def by_vmap(
+    task: Task,
+    loss: Callable[[Tensor, Any], Tensor] | None = None,
+    module: nn.Module | None = None,
+) -> Losses:
     """loss   another than that of the task, of the output and of what stands in the place of y"""
-    caught = task.randomness == "dropout" or task.attends
+    one, transform = one_client(task, module or task.flat.module, loss, True), task.transform
+
+    def transformed(weights: State, buffers: State, x: Inputs, y: Any, key: Tensor) -> Tensor:
+        return one(weights, buffers, transform(x) if transform else x, y, key)
+
+    mapped: Losses = vmap(transformed)
+    return mapped
+
+
+def one_client(
+    task: Task,
+    module: nn.Module,
+    loss: Callable[[Tensor, Any], Tensor] | None = None,
+    plain: bool = False,
+) -> Losses:
+    """The same for one client, without rows: its loss on a batch that is what the module takes.
+
+    module   the task's, or another instance of it
+    plain    attention is computed in plain lines, as vmap wants it
+    """
+    caught = task.randomness == "dropout" or (plain and task.attends)
 
     def one(weights: State, buffers: State, x: Inputs, y: Any, key: Tensor) -> Tensor:
-        if task.transform:
-            x = task.transform(x)
-        model = partial(_functional, task.flat.module, {**weights, **buffers})
-        with KeyedDropout(key, plain=True) if caught else nullcontext():
+        model = partial(_functional, module, {**weights, **buffers})
+        with KeyedDropout(key, plain) if caught else nullcontext():
             output = batch.call(model, x)
         return (loss or task.loss)(tensor_of(output), y)
 
-    mapped: Losses = vmap(one)
-    return mapped
+    return one
 
 
 def _functional(module: nn.Module, weights: State, *given: Tensor, **named: Tensor) -> Any:

@@ -104,7 +104,7 @@ def plan_gradient(module: nn.Module) -> Differentiate | None:
                 value = OUTPUT_TELLS[type(layer)][0](value)
         log_p, y = value.log_softmax(1), y.unsqueeze(1)  # (C, classes, B)
         losses = log_p.gather(1, y).squeeze(1).mean(1).neg_()
-        d = log_p.exp_().scatter_add_(1, y, value.new_tensor(-1.0).expand_as(y))
+        d = log_p.exp_().scatter_add_(1, y, value.new_full((), -1.0).expand_as(y))
         d = d.div_(y.shape[-1]).mT
         for place in reversed(range(len(layers))):
             prefix, layer = layers[place]

@@ -12,6 +12,7 @@ from prefed.rules import Field
 from prefed.rules.rule import Other
 from prefed.training.batches import Batches
 from prefed.training.engines.engine import ENGINES
+from prefed.training.keyed_dropout import keys
 from prefed.training.other_gradients import SEEDS, loss_of_drawn, numbers, pieces
 from prefed.training.round import Block, Kept, Server, Update, local_update
 from prefed.training.settings import Settings
@@ -31,13 +32,16 @@ class Sequential:
         self, algorithm: Algorithm, server: Server, clients: Sequence[int], kept: Kept
     ) -> Update:
         self.task.flat.module.train()
-        block = _Block(self, clients, server)
+        block = self.make_block(clients, server)
         update = local_update(algorithm, server, block, kept)
         self.task.flat.buffers.check()
         return update
 
+    def make_block(self, clients: Sequence[int], server: Server) -> "SequentialBlock":
+        return SequentialBlock(self, clients, server)
 
-class _Block(Block):
+
+class SequentialBlock(Block):
     """One client whose weights are the model's own; or, in lockstep, the rows of a cohort, which
     take turns in the model."""
 
@@ -73,6 +77,10 @@ class _Block(Block):
                 self.gradient[row].copy_(flat.gradient)
                 self.buffers[row].copy_(flat.read_buffers())
         return torch.stack(losses)
+
+    def keys(self, k: int) -> Tensor:
+        """Of dropout in step k (C, 2)."""
+        return keys([seed + k for seed in self.seeds], self.task.device)
 
     def other_gradient(self, kind: Other, k: int) -> Tensor:
         task, engine, (client,) = self.task, self.engine, self.clients

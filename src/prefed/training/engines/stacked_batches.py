@@ -126,7 +126,7 @@ def whole_batches(
         for start in range(0, len(members), most):
             part = members[start : start + most]
             xs, ys = zip(*(map(batch.padded, samples[row].all()) for row in part), strict=True)
-            x, y = batch.moved(batch.stacked(xs), device), torch.stack(ys).to(device)
+            x, y = (batch.moved(v, device) for v in (batch.stacked(xs), torch.stack(ys)))
             yield Group(_rows(part), x, y)
 
 
@@ -174,7 +174,7 @@ def _drawn(
         index = [s.numbers(of_one) for s, of_one in zip(samples, drawn, strict=True)]
         x = batch.mapped(partial(_side_by_side, index), *(s.x for s in samples))
         y = _side_by_side(index, *(s.y for s in samples))
-    return Group(rows, batch.moved(x, device), y.to(device), settings.batch_size)
+    return Group(rows, batch.moved(x, device), batch.moved(y, device), settings.batch_size)
 
 
 def _side_by_side(index: list[Tensor], *arrays: Tensor) -> Tensor:

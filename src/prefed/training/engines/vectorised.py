@@ -17,7 +17,7 @@ from torch import Tensor
 from prefed.algorithms import Algorithm
 from prefed.core import batch
 from prefed.core.batch import Inputs
-from prefed.core.losses import WITH_CLASSES, are_labels
+from prefed.core.losses import WITH_CLASSES, are_labels, ignored_label
 from prefed.core.machine import total_memory
 from prefed.data import FederatedData
 from prefed.rules import Field
@@ -100,8 +100,10 @@ class Vectorised:
         return max(1, total_memory(flat.weights.device) // needed)
 
     def simple(self, stack: Stack, y: Tensor) -> bool:
-        """Every target counts in the loss, as the fast ways have it; vmap knows better."""
-        return self.task.loss not in WITH_CLASSES or not stack.ignores(y)
+        """Every target counts in the loss, as the fast ways have it; vmap knows better. Labels
+        are looked at only where some may be of no class: on a GPU everybody would wait for it."""
+        loss = self.task.loss
+        return loss not in WITH_CLASSES or ignored_label(loss) is None or not stack.ignores(y)
 
     def direct_gradients(self, y: Tensor) -> Differentiate | None:
         """Gradients without autograd, if there is a way for such targets."""
@@ -195,8 +197,14 @@ class VectorisedBlock(Block):
         }
 
     def keys(self, k: int) -> Tensor:
-        """Of dropout in step k."""
+        """Of dropout in step k; if nothing is drawn, anything."""
+        if self.engine.task.randomness == "none":
+            return self.no_keys
         return keys([seed + k for seed in self.seeds], self.engine.task.device)
+
+    @cached_property
+    def no_keys(self) -> Tensor:
+        return self.weights.new_zeros((len(self.clients), 2), dtype=torch.int32)
 
     def batches(self, k: int) -> Iterator[tuple[Stack, Rows, Inputs, Tensor]]:
         """Of step k, with the rows that they are of."""

@@ -42,7 +42,8 @@ class Workers:
             )
             workers = 1
         first = ENGINES.get(engine)(task, data, settings)
-        again: Callable[..., Engine] = type(first)  # what was found out need not be again
+        # What was found out, or compiled, need not be again.
+        again: Callable[..., Engine] = getattr(first, "again", type(first))
         self._another: Callable[[], Engine] = lambda: again(task.copy(data), data, settings)
         self.count = workers
         self.engines: list[Engine] = [first]
@@ -52,8 +53,9 @@ class Workers:
         self.threads: ThreadPoolExecutor | None = None
         if workers > 1:
             self.threads = ThreadPoolExecutor(
-                workers, "prefed", initializer=torch.set_num_threads, initargs=(1,)
+                workers, "prefed", initializer=_begin, initargs=(task.device,)
             )
+        self.device = task.device
 
     def _start(self) -> None:
         self.engines += [self._another() for _ in range(self.count - len(self.engines))]
@@ -85,7 +87,8 @@ class Workers:
         def start(engine: Engine) -> None:
             if (block := next(waiting, None)) is not None:
                 assert self.threads is not None
-                running[self.threads.submit(train, engine, block[1])] = (block[0], engine)
+                job = self.threads.submit(_ordered(train, self.device), engine, block[1])
+                running[job] = (block[0], engine)
 
         # The mean is added up in this thread meanwhile: more threads for it would take the
         # cores from the workers.
@@ -105,3 +108,27 @@ class Workers:
         finally:
             wait(running)
             torch.set_num_threads(threads)
+
+
+def _begin(device: torch.device) -> None:
+    """A worker computes on one core, and on a GPU in a stream of its own."""
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(device))
+
+
+def _ordered(train: Train, device: torch.device) -> Train:
+    """On a GPU: after what this thread has asked for until now, as the stream of a worker knows
+    nothing of it; and whole when the worker is done."""
+    if device.type != "cuda":
+        return train
+    asked = torch.cuda.current_stream(device).record_event()
+
+    def run(engine: Engine, clients: Sequence[int]) -> Update:
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(asked)
+        update = train(engine, clients)
+        stream.synchronize()
+        return update
+
+    return run
