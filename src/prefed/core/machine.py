@@ -1,6 +1,7 @@
 """What this machine has, and how much of it a run uses."""
 
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,36 @@ def total_memory(device: torch.device | None = None) -> int:
     if device is not None and device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_memory(device: torch.device | None = None) -> int:
+    """The bytes that this process may still take: of a GPU, or of this machine, its control groups
+    (containers) and the limits of the process (ulimit -v)."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return max(0, min(_bounds()))
+
+
+def _bounds(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    yield total_memory()
+    try:
+        lines = (proc / "meminfo").read_text().splitlines()
+        yield next(1024 * int(s.split()[1]) for s in lines if s.startswith("MemAvailable:"))
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY:
+            pages = int((proc / "self/statm").read_text().split()[0])
+            yield limit - pages * os.sysconf("SC_PAGE_SIZE")
+        for line in (proc / "self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if not kinds:
+                here = root / path.strip("/")
+                for folder in (here, *here.parents):
+                    if folder == root or not folder.is_relative_to(root):
+                        break
+                    if (most := (folder / "memory.max").read_text().strip()) != "max":
+                        yield int(most) - int((folder / "memory.current").read_text())
+    except (OSError, ValueError, StopIteration):
+        return  # another system has other files
 
 
 def cores(group: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:

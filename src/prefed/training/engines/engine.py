@@ -84,6 +84,7 @@ def receive_block(
     mechanism: Mechanism | None = None,
 ) -> Update:
     """A block of clients, from the broadcast to what the server has received."""
+    kept = {client: kept[client] for client in clients if client in kept}  # read once
     update = engine.update(algorithm, server, clients, kept)  # local steps
     if attackers is not None:
         update = attackers.send(algorithm, server, update, clients, honest)
