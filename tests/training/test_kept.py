@@ -17,7 +17,7 @@ from prefed.core.errors import CannotWrite, PrefedError, RunFailed
 from prefed.experiments import checkpoints, run_directory
 from prefed.experiments.checkpoints import CheckpointWarning
 from prefed.rules import State
-from prefed.training.kept import InMemory, OnDisk, choice, disk
+from prefed.training.kept import InMemory, OnDisk, disk, estimate
 from prefed.training.kept.disk import FILE
 from tests.helpers.engine_runs import batchnorm
 from tests.helpers.problems import CLIENT_SIZES, local, tiny_data, tiny_model
@@ -250,14 +250,14 @@ Usage = namedtuple("Usage", "total used free")
 def settled(where: Any, folder: Path | None, clients: int = 1000) -> Any:
     like: State = {"m": torch.zeros(10_000)}
     device = torch.device("cpu")
-    return choice.settle(InMemory(), where, like, clients, clients, folder, device)
+    return estimate.settle(InMemory(), where, like, clients, clients, folder, device)
 
 
 def test_it_is_chosen_by_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "prefed")
-    monkeypatch.setattr(choice, "free_memory", lambda device: 100 << 20)
+    monkeypatch.setattr(estimate, "free_memory", lambda device: 100 << 20)
     assert isinstance(settled("auto", None), InMemory)  # 41 of 50 MB
     assert not caplog.records
     assert isinstance(settled("auto", tmp_path), OnDisk)  # checkpoints copy it
@@ -271,7 +271,7 @@ def test_it_is_chosen_by_size(
     assert isinstance(settled("memory", tmp_path), InMemory)
     assert "in memory, where it may not fit" in caplog.text
     assert caplog.records[0].levelname == "WARNING"
-    monkeypatch.setattr(choice, "LARGE", 1000)
+    monkeypatch.setattr(estimate, "LARGE", 1000)
     caplog.clear()
     settled("auto", None)
     assert "= 40 MB, in memory (41 MB, 105 MB are free)" in caplog.text

@@ -20,8 +20,8 @@ from prefed.training.engines.auto import MEASURED, Choice, choose, threads_of
 from prefed.training.engines.engine import Engine, check_engine, train_block
 from prefed.training.engines.workers import Clients, Workers
 from prefed.training.kept import InMemory, OnDisk, Store, settle
-from prefed.training.kept.choice import Where
 from prefed.training.kept.disk import PLACES
+from prefed.training.kept.estimate import Where
 from prefed.training.kept.store import unstacked
 from prefed.training.mean import Mean
 from prefed.training.means.choice import Means

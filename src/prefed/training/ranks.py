@@ -35,8 +35,8 @@ from prefed.training.asynchronous_trainer import AsynchronousTrainer
 from prefed.training.engines.auto import Choice
 from prefed.training.engines.workers import Clients
 from prefed.training.kept import Store
-from prefed.training.kept.choice import Where
 from prefed.training.kept.disk import PLACES
+from prefed.training.kept.estimate import Where
 from prefed.training.local_trainer import SQUARE, LocalTrainer, spread
 from prefed.training.mean import Mean, Part
 from prefed.training.messages import averaged
