@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -241,6 +242,30 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     same(simulate("control variates", tmp_path / "run", resume=True), whole)
 
 
+@pytest.mark.usefixtures("every_round")
+def test_what_was_not_flushed_is_in_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it is asked again, at the end, the system has forgotten what it could not write."""
+    whole = simulate("control variates", tmp_path / "whole")
+    real, failed = os.fsync, list[int]()
+
+    def fsync(file: int) -> None:
+        is_ours = os.readlink(f"/proc/self/fd/{file}").endswith(FILE)
+        if is_ours and os.fstat(file).st_size > 3 * RECORD and not failed:
+            failed.append(file)
+            raise OSError(5, "Input/output error")
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(CannotWrite, match=r"kept.records: cannot be written: Input/output error"):
+        simulate("control variates", tmp_path / "run", kept_state="disk")
+    assert failed
+    there = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert there == ["000000", "000001"]
+    same(simulate("control variates", tmp_path / "run", resume=True), whole)
+
+
 # Which
 
 
@@ -271,6 +296,13 @@ def test_it_is_chosen_by_size(
     assert isinstance(settled("memory", tmp_path), InMemory)
     assert "in memory, where it may not fit" in caplog.text
     assert caplog.records[0].levelname == "WARNING"
+    monkeypatch.setattr(estimate, "free_memory", lambda device: 1 << 40)
+    assert isinstance(settled("auto", tmp_path, 10_000), InMemory)  # 400 MB
+    caplog.clear()
+    assert isinstance(settled("auto", tmp_path, 20_000), OnDisk)
+    assert "; checkpoints would copy it from memory" in caplog.text
+    assert isinstance(settled("auto", None, 20_000), InMemory)
+    monkeypatch.setattr(estimate, "free_memory", lambda device: 100 << 20)
     monkeypatch.setattr(estimate, "LARGE", 1000)
     caplog.clear()
     settled("auto", None)
@@ -287,6 +319,14 @@ def test_a_disk_that_is_too_small_is_told_before_the_first_round(
     assert not (tmp_path / "run" / "config.toml").exists()
     with pytest.raises(PrefedError, match=r"directory \(out, or TMPDIR\) on a larger disk"):
         simulate("control variates", kept_state="disk")
+    monkeypatch.undo()
+    with pytest.raises(prefed.Interrupted):
+        simulate("control variates", tmp_path / "run", 1, kept_state="disk")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 2 * RECORD))
+    with pytest.raises(PrefedError, match="would not fit on the disk"):
+        simulate("control variates", tmp_path / "run", resume=True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 3 * RECORD))
+    simulate("control variates", tmp_path / "run", resume=True)
 
 
 def test_few_rounds_reach_few_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

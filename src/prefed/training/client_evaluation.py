@@ -23,7 +23,7 @@ from prefed.data.samples import Samples
 from prefed.training.engines.auto import Choice
 from prefed.training.engines.engine import Engine
 from prefed.training.engines.workers import Workers
-from prefed.training.round import BUFFERS, PERSONAL, Server, Update, client_state
+from prefed.training.round import BUFFERS, PERSONAL, Server, Update, client_state, kept_by
 from prefed.training.task import Task
 from prefed.training.trainer import Record
 
@@ -126,8 +126,7 @@ class ClientEvaluation:
         server = replace(run.server, round=run.server.round - 1)  # the round that has just been
 
         def train(engine: Engine, block: Sequence[int]) -> Update:
-            kept = {client: run.kept[client] for client in block if client in run.kept}
-            return engine.update(run.algorithm, server, block, kept)
+            return engine.update(run.algorithm, server, block, kept_by(run.kept, block))
 
         workers = self._workers()
         with torch.random.fork_rng(enabled=True):

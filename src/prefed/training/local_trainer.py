@@ -25,7 +25,7 @@ from prefed.training.kept.estimate import Where
 from prefed.training.kept.store import unstacked
 from prefed.training.mean import Mean
 from prefed.training.means.choice import Means
-from prefed.training.round import Server, Update, client_state, first_kept
+from prefed.training.round import Server, Update, client_state, first_kept, kept_by
 from prefed.training.settings import Settings
 from prefed.training.task import Task
 from prefed.training.trainer import Arrived, Record, Trainer
@@ -74,7 +74,8 @@ class LocalTrainer(Trainer):
     def prepare(self, run: "Run") -> None:
         """Choose the engine, and build it."""
         cohort = run.draw_cohort() or [0]  # a random size may be none
-        self.kept = self._settled(run.rounds_left * len(cohort), self.settings.kept_state)
+        each = max(len(cohort), self.settings.clients_per_round or 0)
+        self.kept = self._settled(run.rounds_left * each, self.settings.kept_state)
         if self.choice is None:
             self.choice = self._choose(run.server, cohort)
         if self.workers is None:
@@ -173,7 +174,7 @@ class LocalTrainer(Trainer):
         like = {"mean": server.weights.double(), "square": server.weights.double()}
 
         def changes(engine: Engine, block: Sequence[int]) -> Update:
-            return engine.update(self.algorithm, server, block, self.kept)
+            return engine.update(self.algorithm, server, block, kept_by(self.kept, block))
 
         with torch.random.fork_rng(enabled=True):
             blocks = self._share(workers.blocks(self.algorithm, honest))

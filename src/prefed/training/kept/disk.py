@@ -68,6 +68,8 @@ class OnDisk(Store):
         self.begun, self.whole = list[int](), list[int]()
         """Of checkpoints that are being written, and of the two that are there: the round of their
         newest record."""
+        self.lost: OSError | None = None
+        """Why some of it never came to the disk."""
         self.file = _opened(self.path, anew=saved is None)
         weakref.finalize(self, os.close, self.file)
         if saved is not None:
@@ -75,7 +77,7 @@ class OnDisk(Store):
 
     @property
     def name(self) -> str:
-        return str(self.path or f"a temporary file in {tempfile.gettempdir()}")
+        return str(self.path or f"a temporary file in {tempfile.gettempdir()}, without a name")
 
     # Read
 
@@ -96,7 +98,10 @@ class OnDisk(Store):
         if client not in self:
             raise KeyError(client)
         record, place = self.form.new(), int(self.places[client])
-        _read(self.file, record, place * self.form.size)
+        try:
+            _read(self.file, record, place * self.form.size)
+        except OSError as error:
+            raise RunFailed(f"{self.name}: cannot be read: {error.strerror}") from error
         if check_sum(record) != self.sums[client]:
             raise RunFailed(
                 f"{self.name}: is damaged: what client {client} keeps is not what was written (at "
@@ -118,14 +123,27 @@ class OnDisk(Store):
                 _write(self.file, record, place * self.form.size)
         except OSError as error:
             self.free += places
-            raise CannotWrite(
-                f"{self.name}: cannot be written: {error.strerror}. The checkpoints and what they "
-                f"need are complete; free some disk space and continue with --resume"
-            ) from error
+            raise self._cannot_write(error) from error
         clients = np.fromiter(kept, np.int64, len(kept))
         self._retire(round, clients[self.places[clients] != NONE])
         self.places[clients], self.sums[clients], self.born[clients] = places, sums, round
         self.now = round
+
+    def _cannot_write(self, error: OSError) -> CannotWrite:
+        return CannotWrite(
+            f"{self.name}: cannot be written: {error.strerror}. The checkpoints and what they need "
+            f"are complete; free some disk space and continue with --resume"
+        )
+
+    def _flush(self) -> None:
+        """To the disk. What the system could not write it may forget, and say so only once."""
+        try:
+            if self.lost is not None:
+                raise self.lost
+            os.fsync(self.file)
+        except OSError as error:
+            self.lost = error
+            raise self._cannot_write(error) from error
 
     def _free_places(self, count: int) -> list[int]:
         more = max(0, count - len(self.free))
@@ -148,7 +166,7 @@ class OnDisk(Store):
     def state(self) -> dict[str, Tensor]:
         if self.path is None:
             return stacked(self)
-        os.fsync(self.file)
+        self._flush()
         self.begun.append(self.now)
         clients = np.flatnonzero(self.places != NONE)
         if not len(clients):

@@ -11,9 +11,9 @@ import torch
 from prefed.core.errors import PrefedError
 from prefed.core.machine import free_memory
 from prefed.rules import State
-from prefed.training.kept.disk import FILE, OnDisk
+from prefed.training.kept.disk import OnDisk
 from prefed.training.kept.record import Form
-from prefed.training.kept.store import InMemory, Store
+from prefed.training.kept.store import Store
 
 log = logging.getLogger("prefed")
 
@@ -25,6 +25,8 @@ COPIES = 4.5
 """The peak of memory while a checkpoint of kept state is written, over that state: measured."""
 SHARE = 0.5
 """Of the memory that is free, what kept state may take; the rest is for all else."""
+COPIED = 1 << 29
+"""Bytes of kept state that checkpoints may copy: some five seconds for each of them."""
 LARGE = 1 << 28
 """Bytes of kept state that are worth a line in the log."""
 
@@ -46,37 +48,50 @@ def settle(
     most     how many of them may come to take part
     folder   of the run, if it is written down
     """
-    if not like or not isinstance(held, InMemory):
+    if not like:
         return held
     record = Form(like).size
     total = f"up to {most:,} clients x {size(record)} = {size(most * record)}"
+    if isinstance(held, OnDisk):
+        _check_room(total, (most - len(held)) * record, folder)
+        return held
     copies = 1.0 if folder is None else COPIES
     needed = int(most * (record + OVERHEAD * len(like)) * copies)
     free = free_memory(device)
     fits = needed <= SHARE * free
     why = f"{size(needed)}{' with checkpoints' if folder else ''}, {size(free)} are free"
-    if where == "memory" or (where == "auto" and fits):
+    quick = folder is None or most * record <= COPIED
+    if where == "memory" or (where == "auto" and fits and quick):
         if not fits:
             text = 'kept state: %s, in memory, where it may not fit (%s); set kept_state = "disk"'
             log.warning(text, total, why)
         elif most * record >= LARGE:
             log.info("kept state: %s, in memory (%s)", total, why)
         return held
-    place = Path(tempfile.gettempdir()) if folder is None else folder
-    room = shutil.disk_usage(place).free
-    if most * record > room:
-        raise PrefedError(
-            f"kept_state: {total} would not fit on the disk: {place} has {size(room)}. Take a "
-            f"directory{' (out, or TMPDIR)' if folder is None else ''} on a larger disk, fewer "
-            f"clients or rounds, or an algorithm whose clients keep less"
-        )
+    room = _check_room(total, most * record, folder)
     store = OnDisk(folder, like, clients, device)
     if held:
         store.put(0, held)
-    name = f"{place / FILE}" if folder else f"a temporary file in {place}, gone with this process"
+    name = f"{store.name} ({size(room)} are free there)"
     reason = "" if where == "disk" else f"; in memory it would be {why}"
-    log.info("kept state: %s, on disk: %s (%s are free)%s", total, name, size(room), reason)
+    if where == "auto" and fits:
+        reason = "; checkpoints would copy it from memory"
+    log.info("kept state: %s, on disk: %s%s", total, name, reason)
     return store
+
+
+def _check_room(total: str, needed: int, folder: Path | None) -> int:
+    """The bytes that are free where the file is, or is to be: enough, or nothing begins."""
+    place = Path(tempfile.gettempdir()) if folder is None else folder
+    room = shutil.disk_usage(place).free
+    if needed > room:
+        elsewhere = " (out, or TMPDIR)" if folder is None else ""
+        raise PrefedError(
+            f"kept_state: {total} would not fit on the disk: {place} has {size(room)}. Take a "
+            f"directory{elsewhere} on a larger disk, fewer clients or rounds, or an algorithm "
+            f"whose clients keep less"
+        )
+    return room
 
 
 def size(count: int) -> str:
