@@ -1,6 +1,7 @@
 """The cores that a process may use, and the threads that torch computes with."""
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,31 @@ def test_threads_are_given_back() -> None:
     assert torch.get_num_threads() == before
     with machine.torch_threads(None):
         assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    7000 kB\n"}, 7000 << 10),
+        ({"proc/meminfo": "MemAvailable: 7000 kB\n", "proc/self/cgroup": "0::/a/b\n",
+          "fs/a/b/memory.max": "max\n", "fs/a/b/memory.current": "5\n",
+          "fs/a/memory.max": "3000\n", "fs/a/memory.current": "1000\n"}, 2000),
+        ({"proc/self/cgroup": "0::/\n", "fs/memory.max": "3000", "fs/memory.current": "4000"}, 0),
+        ({"proc/self/cgroup": "4:cpu:/a\n"}, None),
+        ({}, None),
+    ],
+)  # fmt: skip
+def test_memory_that_is_free(files: dict[str, str], free: int | None, tmp_path: Path) -> None:
+    """Of the machine, of a group around the process, in a container; None: all of it."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = machine.free_memory(None, tmp_path / "proc", tmp_path / "fs")
+    assert found == (machine.total_memory() if free is None else free)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+def test_memory_that_a_limit_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (used + (1 << 20), 1 << 41))
+    assert machine.free_memory() <= 2 << 20

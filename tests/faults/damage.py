@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import prefed
+from prefed.core.errors import RunFailed
 from prefed.experiments.checkpoints import CheckpointWarning
 from prefed.experiments.config import Config, load
 from prefed.experiments.run_directory import execute
@@ -35,9 +36,9 @@ class Stopped:
     """One that differs in its seed alone."""
 
 
-def stopped(root: Path) -> Stopped:
+def stopped(root: Path, *changes: str) -> Stopped:
     checkpoint_every_round()
-    config = load("digits-noniid", [*SMALL, "algorithm=scaffold"])
+    config = load("digits-noniid", [*SMALL, "algorithm=scaffold", *changes])
     execute(config, root / "whole")
     for name, seed in (("run", 0), ("other", 1)):
         answers = iter([False] * 4 + [True])
@@ -123,6 +124,27 @@ def flipped(times: int, rng: random.Random) -> Iterator[str]:
         for trial in range(times):
             name, place = FILES[trial % 3], rng.random()
             yield survives(run, lambda c, n=name, p=place: flip(c / "000005" / n, p))  # type: ignore[misc]
+
+
+@fault("bit of kept state on disk flipped", times=200, quick=6, seconds=30)
+def kept_flipped(times: int, rng: random.Random) -> Iterator[str]:
+    """Nobody trains with it: the run ends and names the file, or it did not need that record."""
+    with scratch() as root:
+        run = stopped(root, "kept_state=disk", "clients_per_round=12")
+        told = 0
+        for _ in range(times):
+            folder = root / "damaged"
+            shutil.copytree(run.folder, folder)
+            flip(folder / "kept.records", rng.random())
+            try:
+                execute(run.config, folder, resume=True)
+                yield "" if fingerprint(folder) == run.expected else "it ended in other bits"
+            except RunFailed as error:
+                told += 1
+                yield "" if "kept.records: is damaged" in str(error) else f"not clear: {error}"
+            shutil.rmtree(folder)
+        if times >= 50 and not 0 < told < times:
+            yield f"{told} of {times} were found: this test tests too little"
 
 
 def swap(a: Path, b: Path) -> None:

@@ -28,6 +28,7 @@ from tests.faults.trials import (
 from tests.helpers.run_folders import fingerprint
 
 ALGORITHM = "algorithm=scaffold"
+ON_DISK = (ALGORITHM, "kept_state=disk", "clients_per_round=12")
 CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
 MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 1, 32, 16384, 1 << 18
 
@@ -59,17 +60,26 @@ def remount(folder: Path, size: int, read_only: bool = False) -> None:
 def ended_well(code: int, text: str, reason: str) -> str:
     if "Traceback" in text:
         return f"a traceback: {text}"
-    if code != 1 or "error: " not in text or reason not in text:
+    if code not in (1, 2) or "error: " not in text or reason not in text:
         return f"exit {code}, {text[-300:]!r}"
     return ""
 
 
 @fault("disk full", times=90, quick=5, seconds=60)
 def full(times: int, rng: random.Random) -> Iterator[str]:
+    return filled(times, ALGORITHM)
+
+
+@fault("disk full: kept state on disk", times=90, quick=5, seconds=60)
+def full_of_kept_state(times: int, rng: random.Random) -> Iterator[str]:
+    return filled(times, *ON_DISK)
+
+
+def filled(times: int, *changes: str) -> Iterator[str]:
     own_mounts()
     checkpoint_every_round()
     with scratch() as root:
-        expected, _ = whole(root / "whole", ALGORITHM)
+        expected, _ = whole(root / "whole", *changes)
         used = sum(p.stat().st_size for p in (root / "whole").rglob("*") if p.is_file())
         page, disk = resource.getpagesize(), root / "disk"
         most = 2 * used // page
@@ -77,14 +87,15 @@ def full(times: int, rng: random.Random) -> Iterator[str]:
         for trial in range(times):
             pages = 2 + trial * most // times
             mount(disk, pages * page)
-            child = start(command(disk / "run", ALGORITHM), root / "log")
+            child = start(command(disk / "run", *changes), root / "log")
             if (code := child.wait()) == 0:
                 yield "" if fingerprint(disk / "run") == expected else "other bits"
             else:
                 hit += 1
-                problem = ended_well(code, child.text(), "No space left on device")
+                told = "would not fit on the disk" if code == 2 else "No space left on device"
+                problem = ended_well(code, child.text(), told)
                 remount(disk, 64 << 20)
-                yield problem or resumed(disk / "run", expected, ALGORITHM)
+                yield problem or resumed(disk / "run", expected, *changes)
             libc("umount2", bytes(disk), 0)
         if hit < times // 3:
             yield f"the disk was full only {hit} times: this test tests too little"

@@ -31,7 +31,10 @@ SERVER = ("algorithm=fedadam",)
 SHARED = ("algorithm=prefed",)
 KEPT = ("algorithm=scaffold",)
 THREADS = ("algorithm=scaffold", "workers=2")
-"""With state on the server, shared state, and state that clients keep; on two threads."""
+DISK = ("algorithm=scaffold", "kept_state=disk", "clients_per_round=12")
+VARIANTS = (SERVER, SHARED, KEPT, THREADS, DISK)
+"""With state on the server, shared state, and state that clients keep; on two threads; in a file
+in which places are used again."""
 
 
 def at_random_moments(times: int, rng: random.Random, changes: tuple[str, ...]) -> Iterator[str]:
@@ -69,6 +72,11 @@ def two_threads(times: int, rng: random.Random) -> Iterator[str]:
     return at_random_moments(times, rng, THREADS)
 
 
+@fault("kill -9 at a random moment: kept state on disk", times=250, quick=2, seconds=120)
+def kept_on_disk(times: int, rng: random.Random) -> Iterator[str]:
+    return at_random_moments(times, rng, DISK)
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -92,14 +100,14 @@ def die_in_round(round: int, written: bool) -> Callable[[], None]:
     return patch
 
 
-@fault("kill -9 at every boundary between rounds", times=48, quick=2, seconds=30)
+@fault("kill -9 at every boundary between rounds", times=55, quick=2, seconds=30)
 def boundaries(times: int, rng: random.Random) -> Iterator[str]:
     """Before and after the round is written; then one run that is killed at all of them."""
     checkpoint_every_round()
     with scratch() as root:
         places = [
             (changes, round, written)
-            for changes in (SERVER, SHARED, KEPT, THREADS)
+            for changes in VARIANTS
             for round in range(1, 6)
             for written in (False, True)
         ]
@@ -113,7 +121,7 @@ def boundaries(times: int, rng: random.Random) -> Iterator[str]:
             else:
                 yield resumed(folder, expected[changes], *changes)
             shutil.rmtree(folder)
-        for changes in (SERVER, SHARED, KEPT, THREADS)[: times - len(places)]:
+        for changes in VARIANTS[: max(0, times - len(places))]:
             folder = root / "often"
             for round in range(1, 6):
                 for written in (False, True):
@@ -124,7 +132,8 @@ def boundaries(times: int, rng: random.Random) -> Iterator[str]:
             shutil.rmtree(folder)
 
 
-STEPS = ((os, "fsync"), (os, "replace"), (os, "rename"), (shutil, "rmtree"), (Path, "mkdir"))
+STEPS = ((os, "fsync"), (os, "replace"), (os, "rename"), (shutil, "rmtree"), (Path, "mkdir"),
+         (os, "pwrite"))  # fmt: skip
 """Everything that a run does to its directory passes through one of these."""
 
 
@@ -152,14 +161,14 @@ def die_at_step(step: int | None, note: Path) -> Callable[[], None]:
     return patch
 
 
-@fault("kill -9 before each step of writing", times=300, quick=5, seconds=120)
+@fault("kill -9 before each step of writing", times=450, quick=6, seconds=170)
 def writing(times: int, rng: random.Random) -> Iterator[str]:
     checkpoint_every_round()
     with scratch() as root:
         expected, places = {}, []
-        for changes in (SERVER, SHARED, KEPT):
+        for changes in (SERVER, SHARED, KEPT, DISK):
             note = root / "steps"
-            folder = root / changes[0]
+            folder = root / "-".join(changes)
             child = start(command(folder, *changes), root / "log", die_at_step(None, note))
             if child.wait():
                 raise AssertionError(child.text())

@@ -206,8 +206,8 @@ PROTECTIONS = [
     ),
     protection(
         "clients are made when they are needed", "load.clients",
-        ("training/local_trainer.py", "        self.kept: dict[int, State] = {}\n",
-         "        self.kept: dict[int, State] = {}\n"
+        ("training/local_trainer.py", "        self.kept: Store = InMemory()\n",
+         "        self.kept: Store = InMemory()\n"
          "        self.all = [data.client(c) for c in range(min(len(data), 200_000))]\n"),
     ),
     *(

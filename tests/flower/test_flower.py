@@ -17,6 +17,7 @@ from prefed.flower import protocol as p
 from prefed.flower.client import client_app
 from prefed.flower.local_deployment import check_folder
 from prefed.flower.server import FlowerTrainer, run
+from prefed.training.kept import InMemory
 from tests.helpers.federation import (
     HOSTILE,
     Federation,
@@ -266,7 +267,9 @@ def test_a_client_that_lost_its_state_begins_anew(tmp_path: Path) -> None:
     assert deployment.history[1].get("refused") is None
     here = config.make_run()
     here.run_round()
-    assert local(here).kept.pop(3)["c_i"].any()
+    kept = local(here).kept
+    assert isinstance(kept, InMemory)
+    assert kept.pop(3)["c_i"].any()
     here.run_round()
     assert torch.equal(deployment.server.weights, here.server.weights)
     assert not torch.equal(here.server.weights, simulated(config).server.weights)

@@ -1,6 +1,7 @@
 """What this machine has, and how much of it a run uses."""
 
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,47 @@ def total_memory(device: torch.device | None = None) -> int:
     if device is not None and device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_memory(
+    device: torch.device | None = None,
+    proc: Path = Path("/proc"),
+    root: Path = Path("/sys/fs/cgroup"),
+) -> int:
+    """The bytes that this process may still take: of a GPU, or of this machine, its control groups
+    (containers) and the limit of the process (ulimit -v)."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return max(0, min([total_memory(), *_left(proc), *_left_in_groups(proc, root)]))
+
+
+def _left(proc: Path) -> Iterator[int]:
+    try:
+        lines = (proc / "meminfo").read_text().splitlines()
+        yield from (1024 * int(s.split()[1]) for s in lines if s.startswith("MemAvailable:"))
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY:
+            pages = int((proc / "self/statm").read_text().split()[0])
+            yield limit - pages * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return  # another system has other files
+
+
+def _left_in_groups(proc: Path, root: Path) -> Iterator[int]:
+    """What each control group around this process, of version 2, still allows."""
+    try:
+        lines = [line.split(":", 2) for line in (proc / "self/cgroup").read_text().splitlines()]
+    except OSError:
+        return
+    here = next((root / line[2].strip("/") for line in lines if line[:2] == ["0", ""]), root)
+    for folder in (here, *here.parents):
+        try:
+            most, used = (int((folder / f"memory.{n}").read_text()) for n in ("max", "current"))
+            yield most - used
+        except (OSError, ValueError):
+            pass  # "max" is no limit, and the outermost group has no file
+        if folder == root:
+            return
 
 
 def cores(group: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:

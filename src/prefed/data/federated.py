@@ -1,5 +1,6 @@
 """Samples, and samples divided among clients."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -117,6 +118,22 @@ class Partitions:
         return self._loaded[client]
 
 
+class MadeOnce:
+    """Clients that are made on demand, each held once it is made."""
+
+    def __init__(self, clients: Clients) -> None:
+        self.clients = clients
+        self._made: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def __getitem__(self, client: int) -> Any:
+        if client not in self._made:
+            self._made[client] = self.clients[client]
+        return self._made[client]
+
+
 class FederatedData:
     """What a run trains on: the clients' samples, and a test set.
 
@@ -167,6 +184,8 @@ class FederatedData:
             self.test = Samples(*self.test.all())
         self.transform = transform
         self.augment = augment
+        self._sizes, self._test_sizes = np.full((2, len(self.clients)), -1)
+        """Samples of each client, where they are known."""
         self._labels: tuple[int, int | None] | None = None
         """How many classes there are and which label is none, known once `check` has been told."""
 
@@ -200,11 +219,35 @@ class FederatedData:
         return len(self.clients)
 
     def client(self, number: int) -> Samples:
-        return self._of(self.clients, number, "clients")
+        samples = self._of(self.clients, number, "clients")
+        self._sizes[number] = len(samples)
+        return samples
+
+    def size(self, number: int) -> int:
+        """How many samples a client has. Who was made on demand before is not made again for it."""
+        if self._sizes[number] < 0:
+            self.client(number)
+        return int(self._sizes[number])
+
+    def at_hand(self) -> "FederatedData":
+        """The same for a block of clients, while it trains: who is made on demand is made once."""
+        if isinstance(self.clients, Partition | Partitions | list | tuple):
+            return self
+        found = copy.copy(self)
+        found.clients = MadeOnce(self.clients)
+        return found
 
     def client_test(self, number: int) -> Samples:
         assert self.client_tests is not None
-        return self._of(self.client_tests, number, "client_tests")
+        samples = self._of(self.client_tests, number, "client_tests")
+        self._test_sizes[number] = len(samples)
+        return samples
+
+    def test_size(self, number: int) -> int:
+        """How many test samples a client has of its own."""
+        if self._test_sizes[number] < 0:
+            self.client_test(number)
+        return int(self._test_sizes[number])
 
     def _of(self, clients: Clients, number: int, name: str) -> Samples:
         where = f"{name}[{number}]"

@@ -72,6 +72,7 @@ def execute(
             directories.append(stack.enter_context(directory))
         run = what.make_run(make_trainer) if isinstance(what, Config) else what
         for directory in directories:
+            run.trainer.folder = directory.folder
             directory.restore(run)
             if run.mechanism is not None:
                 run.mechanism.ledger.open(directory.folder / ledger.FILE)
@@ -104,7 +105,8 @@ class RunDirectory(Callback):
         """The round of the newest checkpoint that this process has written or read."""
         self._saved_best = 0
         """The round whose model is in best.safetensors."""
-        self._lines: list[str] = []
+        self._written = 0
+        """The lines in rounds.jsonl."""
 
     @classmethod
     def open(
@@ -116,6 +118,7 @@ class RunDirectory(Callback):
         if not is_new:
             there, asked = read_config(folder), table["rounds"]
             differences, rounds = diff(there, table), there.get("rounds")
+            differences = [line for line in differences if not line.startswith("  kept_state: ")]
             longer = resume and isinstance(rounds, int) and rounds < asked
             if differences and not (longer and len(differences) == 1):
                 raise PrefedError(
@@ -158,9 +161,10 @@ class RunDirectory(Callback):
             return (_fingerprint(_with_rounds(self.text, rounds)) for rounds in range(1, more))
 
         saved = checkpoints.load(self.folder / "checkpoints", self.fingerprint, before)
-        self._saved, self._lines = saved.round, saved.rounds.splitlines()
+        self._saved, lines = saved.round, saved.rounds.splitlines()
+        self._written = len(lines)
         try:
-            run.restore(saved.tensors, [from_json(line) for line in self._lines], saved.engine)
+            run.restore(saved.tensors, [from_json(line) for line in lines], saved.engine)
         except (ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
             raise PrefedError(
                 f"{self.folder}: its checkpoint is not of this run: {error}"
@@ -200,10 +204,10 @@ class RunDirectory(Callback):
         """Save the state if it is the one after the rounds that were written down: an error may
         have come in the middle of a round. A second Ctrl-C stops at once."""
         run = self.run
-        at_a_round = run.is_whole and run.server.round == len(self._lines)
+        at_a_round = run.is_whole and run.server.round == self._written
         if at_a_round and not isinstance(run.stopped_by, KeyboardInterrupt):
             self._checkpoint()
-        if len(run.history) > len(self._lines):  # the round that diverged
+        if len(run.history) > self._written and "diverged" in run.history[-1]:
             self._append(run.history[-1])
 
     @contextmanager
@@ -218,9 +222,9 @@ class RunDirectory(Callback):
 
     def _append(self, record: Record) -> None:
         line = to_json(record)
-        self._lines.append(line)
         with self._writing(), open(self.folder / "rounds.jsonl", "a") as file:
             file.write(line + "\n")
+        self._written += 1
 
     def _checkpoint(self) -> None:
         self._save_state()
@@ -236,11 +240,12 @@ class RunDirectory(Callback):
             return
         start = time.monotonic()
         tensors = {name: value.cpu() for name, value in run.snapshot().items()}
-        lines = "".join(line + "\n" for line in self._lines)
+        lines = (self.folder / "rounds.jsonl").read_text()
         saved = checkpoints.Checkpoint(run.server.round, tensors, lines, run.trainer.engine)
         with self._writing():
             checkpoints.save(self.folder / "checkpoints", self.fingerprint, saved)
         self._saved = saved.round
+        run.trainer.saved(saved.round)
         now, between = time.monotonic(), self.seconds_between
         self._due = now + (max(between, 20 * (now - start)) if between else 0)
 
@@ -287,7 +292,7 @@ def diff(there: dict[str, Any], here: dict[str, Any], path: str = "") -> list[st
 
 def _visible(folder: Path) -> list[Path]:
     """What is in a directory, but for what a run leaves that was killed before it began."""
-    ours = {"checkpoints", "environment.json", "rounds.jsonl", "logs", "nodes"}
+    ours = {"checkpoints", "environment.json", "rounds.jsonl", "kept.records", "logs", "nodes"}
     return [p for p in folder.iterdir() if p.name not in ours and not p.name.startswith(".")]
 
 

@@ -118,7 +118,7 @@ class Host:
             raise PrefedError("clients have no test samples of their own; set data.client_test")
         run.server = self._server(evaluation.shown(run.server))
         for client, kept, about in self._clients():
-            run.kept.update(kept)
+            run.kept.put(self.ask.round, kept)
             about[p.SAMPLES] = len(run.data.client_test(client))
             for _, (loss, accuracy) in evaluation.here([client] if about[p.SAMPLES] else []):
                 if accuracy is not None or not evaluation.may_ignore:

@@ -33,7 +33,7 @@ def local_steps(
     if settings.local_steps is not None:
         found = [settings.local_steps] * len(clients)
     else:
-        found = [settings.steps(len(data.client(client))) for client in clients]
+        found = [settings.steps(data.size(client)) for client in clients]
     return [min(k, limits.get(c, k)) for c, k in zip(clients, found, strict=True)]
 
 

@@ -23,7 +23,7 @@ from prefed.data.samples import Samples
 from prefed.training.engines.auto import Choice
 from prefed.training.engines.engine import Engine
 from prefed.training.engines.workers import Workers
-from prefed.training.round import BUFFERS, PERSONAL, Server, Update, client_state
+from prefed.training.round import BUFFERS, PERSONAL, Server, Update, client_state, kept_by
 from prefed.training.task import Task
 from prefed.training.trainer import Record
 
@@ -62,12 +62,12 @@ class ClientEvaluation:
         chosen = draws.cohort(
             self.settings.seed, run.server.round, len(run.data), size, "evaluated clients"
         )
-        return [client for client in chosen if len(run.data.client_test(client))]
+        return [client for client in chosen if run.data.test_size(client)]
 
     def try_out(self) -> Record:
         """One client, before the first round and without local steps: what records will have."""
         data = self.run.data
-        some = next((c for c in range(len(data)) if len(data.client_test(c))), None)
+        some = next((c for c in range(len(data)) if data.test_size(c)), None)
         if some is None:
             raise PrefedError("client_tests: no client has test samples")
         scores = dict(self.here([some], tuned=False))
@@ -118,15 +118,15 @@ class ClientEvaluation:
         the global model."""
         run = self.run
         if not (tuned and self.settings.finetune_steps):
+            own = {PERSONAL, BUFFERS} & getattr(run.trainer, "first_kept", {}).keys()
             for client in clients:
-                own = {PERSONAL, BUFFERS} & run.kept.get(client, {}).keys()
-                state = run.trainer.client_state(run.server, client) if own else None
-                yield client, state
+                differs = own and client in run.kept
+                yield client, run.trainer.client_state(run.server, client) if differs else None
             return
         server = replace(run.server, round=run.server.round - 1)  # the round that has just been
 
         def train(engine: Engine, block: Sequence[int]) -> Update:
-            return engine.update(run.algorithm, server, block, run.kept)
+            return engine.update(run.algorithm, server, block, kept_by(run.kept, block))
 
         workers = self._workers()
         with torch.random.fork_rng(enabled=True):

@@ -155,7 +155,7 @@ class Clock:
         if epochs is None and (size is not None or not self.devices.by_samples):
             steps = np.full(len(clients), settings.local_steps)
             return steps, steps * (size or 0)
-        own = np.array([len(self.data.client(client)) for client in clients])
+        own = np.array([self.data.size(client) for client in clients])
         steps = np.array([settings.steps(samples) for samples in own.tolist()])
         if epochs is None:
             return steps, steps * own

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
+from prefed.core.errors import PrefedError
 from prefed.core.memory import Memory, all_finite
 from prefed.data import FederatedData
 from prefed.rules import State
@@ -18,12 +19,16 @@ from prefed.training.attackers import Attackers, Moments
 from prefed.training.engines.auto import MEASURED, Choice, choose, threads_of
 from prefed.training.engines.engine import Engine, check_engine, train_block
 from prefed.training.engines.workers import Clients, Workers
+from prefed.training.kept import InMemory, OnDisk, Store, settle
+from prefed.training.kept.disk import PLACES
+from prefed.training.kept.estimate import Where
+from prefed.training.kept.store import unstacked
 from prefed.training.mean import Mean
 from prefed.training.means.choice import Means
-from prefed.training.round import Server, Update, client_state, first_kept
+from prefed.training.round import Server, Update, client_state, first_kept, kept_by
 from prefed.training.settings import Settings
 from prefed.training.task import Task
-from prefed.training.trainer import Arrived, Record, Trainer, check_fits
+from prefed.training.trainer import Arrived, Record, Trainer
 
 if TYPE_CHECKING:
     from prefed.training.run import Run
@@ -53,7 +58,7 @@ class LocalTrainer(Trainer):
         self.algorithm, self.task, self.data, self.settings = algorithm, task, data, settings
         self.means = Means.of(settings.mean, settings.state_mean)
         self.attackers = Attackers.of(settings, len(data))
-        self.kept: dict[int, State] = {}
+        self.kept: Store = InMemory()
         """The state that clients keep, for those that took part."""
         self.first_kept = first_kept(algorithm, task.flat)
         self.choice: Choice | None = None
@@ -69,6 +74,8 @@ class LocalTrainer(Trainer):
     def prepare(self, run: "Run") -> None:
         """Choose the engine, and build it."""
         cohort = run.draw_cohort() or [0]  # a random size may be none
+        each = max(len(cohort), self.settings.clients_per_round or 0)
+        self.kept = self._settled(run.rounds_left * each, self.settings.kept_state)
         if self.choice is None:
             self.choice = self._choose(run.server, cohort)
         if self.workers is None:
@@ -77,6 +84,13 @@ class LocalTrainer(Trainer):
             self.threads = self.choice.threads
             if count > 1:  # each has one; this is for all that is done between their updates
                 self.threads = threads_of(self.task, self.data, self.settings)
+
+    def _settled(self, more: int, where: Where) -> Store:
+        """Where kept state is held from now on; so many clients more may come to keep some."""
+        clients = len(self.data)
+        most = min(clients, len(self.kept) + more)
+        sizes = self.first_kept, clients, most
+        return settle(self.kept, where, *sizes, self.folder, self.task.device)
 
     def _at_once(self, cohort: list[int]) -> int:
         """The clients that can be trained side by side."""
@@ -112,7 +126,7 @@ class LocalTrainer(Trainer):
         mean = self._collect(server, clients)
         for first, update in self._updates(server, clients):
             block = clients[first : first + len(update.losses)]
-            weights = [self.settings.weight(c, len(self.data.client(c))) for c in block]
+            weights = [self.settings.weight(c, self.data.size(c)) for c in block]
             norms = torch.linalg.vector_norm(update.values["weights"], dim=1, keepdim=True)
             values = update.values | {SQUARE: norms.square_()}
             mean.add_block(first, values, weights, update.losses.tolist())
@@ -160,7 +174,7 @@ class LocalTrainer(Trainer):
         like = {"mean": server.weights.double(), "square": server.weights.double()}
 
         def changes(engine: Engine, block: Sequence[int]) -> Update:
-            return engine.update(self.algorithm, server, block, self.kept)
+            return engine.update(self.algorithm, server, block, kept_by(self.kept, block))
 
         with torch.random.fork_rng(enabled=True):
             blocks = self._share(workers.blocks(self.algorithm, honest))
@@ -198,7 +212,8 @@ class LocalTrainer(Trainer):
     # Between rounds
 
     def keep(self, server: Server, arrived: Arrived) -> None:
-        self.kept.update(arrived.kept)
+        if arrived.kept:
+            self.kept.put(server.round + 1, arrived.kept)
 
     def rest(self) -> None:
         self.memory, self.lent = Memory(), []
@@ -209,21 +224,21 @@ class LocalTrainer(Trainer):
         return client_state(server, self.kept.get(client, {}))
 
     def state(self) -> dict[str, Tensor]:
-        clients = sorted(self.kept)
-        if not clients:
-            return {}
-        rows = {n: [self.kept[c][n] for c in clients] for n in self.kept[clients[0]]}
-        stacked = {f"kept.{name}": torch.stack(values) for name, values in rows.items()}
-        return {"kept.clients": torch.tensor(clients)} | stacked
+        return self.kept.state()
+
+    def saved(self, round: int) -> None:
+        self.kept.saved(round)
 
     def load_state(self, saved: Mapping[str, Tensor], engine: str) -> None:
         self.choice = Choice.parse(engine) if engine else None
         if self.choice is not None and self.choice.engine not in (self.settings.engine, *MEASURED):
             raise ValueError(f"{self.choice.engine!r} is not its engine")
-        clients: list[int] = saved["kept.clients"].tolist() if "kept.clients" in saved else []
-        likes = {n: v.expand(len(clients), *v.shape) for n, v in self.first_kept.items()}
-        rows = {n: check_fits(f"kept.{n}", saved, v) for n, v in likes.items() if clients}
-        for row, client in enumerate(clients):
-            self.kept[client] = {
-                name: values[row].to(self.task.device).clone() for name, values in rows.items()
-            }
+        clients, device = len(self.data), self.task.device
+        if PLACES not in saved:
+            self.kept = unstacked(saved, self.first_kept, device)
+        elif self.folder is not None:
+            self.kept = OnDisk(self.folder, self.first_kept, clients, device, saved)
+        else:
+            raise PrefedError(
+                "what clients keep is in a file of the run's directory; resume the run there"
+            )

@@ -19,7 +19,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -36,6 +36,9 @@ from prefed.rules import State
 from prefed.training.asynchronous_trainer import AsynchronousTrainer
 from prefed.training.engines.auto import Choice
 from prefed.training.engines.workers import Clients
+from prefed.training.kept import Store
+from prefed.training.kept.disk import PLACES
+from prefed.training.kept.estimate import Where
 from prefed.training.local_trainer import SQUARE, LocalTrainer, spread
 from prefed.training.mean import Mean, Part
 from prefed.training.means.in_turn import Elsewhere, InTurn, Rows, is_wide
@@ -49,6 +52,9 @@ if TYPE_CHECKING:
     from prefed.training.run import Run
 
 T = TypeVar("T")
+
+ALONE = "is for runs in one process; set workers in place of ranks (torchrun)"
+"""What each rank has to itself."""
 
 TIMEOUT = timedelta(minutes=10)
 """A rank that is silent for longer is taken for dead."""
@@ -154,6 +160,17 @@ class RankTrainer(LocalTrainer):
             if not self.leads:
                 run.restore(tensors, history, self.engine)
         super().prepare(run)
+
+    def load_state(self, saved: Mapping[str, Tensor], engine: str) -> None:
+        if PLACES in saved:
+            raise PrefedError(f"what clients keep is on disk, which {ALONE}")
+        super().load_state(saved, engine)
+
+    def _settled(self, more: int, where: Where) -> Store:
+        """In memory: every rank has all of it."""
+        if where == "disk":
+            raise PrefedError(f'kept_state: "disk" {ALONE}')
+        return super()._settled(more, "memory") if self.leads else self.kept
 
     def _choose(self, server: Server, cohort: list[int]) -> Choice:
         chosen = str(super()._choose(server, cohort)) if self.leads else ""

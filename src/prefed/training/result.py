@@ -1,6 +1,6 @@
 """What a run ends in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ class Result:
     """One record a round."""
     server: Server
     """The final global state, with the optimiser state."""
-    kept: dict[int, State]
+    kept: Mapping[int, State]
     """The state that clients keep, for those that took part."""
     client_model: Callable[[int], nn.Module]
     """The model that a client would use after the last round: the global one with the client's own

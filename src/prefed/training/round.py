@@ -222,6 +222,11 @@ class FirstRows:
         raise PrefedError("clients that meet in every step take equally many")
 
 
+def kept_by(kept: Kept, clients: Sequence[int]) -> Kept:
+    """What these clients keep, read once from where it is held."""
+    return {client: kept[client] for client in clients if client in kept}
+
+
 def policy(algorithm: Algorithm, field: str) -> Policy:
     return algorithm.sharing().get(field, reset())
 

@@ -18,7 +18,6 @@ from prefed.core.machine import threads_for, torch_threads
 from prefed.core.memory import all_finite
 from prefed.core.schedule import at
 from prefed.data import FederatedData
-from prefed.rules import State
 from prefed.training.attackers import Attackers
 from prefed.training.checks import check_in_place, check_parts, check_sharing
 from prefed.training.client_evaluation import ClientEvaluation
@@ -26,6 +25,7 @@ from prefed.training.clock import Clock
 from prefed.training.diagnostics import CollapseWatch, diagnose
 from prefed.training.goals import Best, Goal, Stopper
 from prefed.training.identity import identity
+from prefed.training.kept import InMemory, Store
 from prefed.training.means.choice import Means
 from prefed.training.mechanism import Mechanism
 from prefed.training.messages import mean_steps
@@ -34,6 +34,7 @@ from prefed.training.observers import Callback, Observers
 from prefed.training.other_gradients import check_other
 from prefed.training.private_runs import make_mechanism
 from prefed.training.ranks import make_trainer
+from prefed.training.records import compact
 from prefed.training.result import Result
 from prefed.training.round import (
     STEPS,
@@ -251,6 +252,10 @@ class Run:
         is_last = self.server.round >= self.settings.rounds
         return "" if self.mechanism is None or is_last else self.mechanism.over(self.server.round)
 
+    @property
+    def rounds_left(self) -> int:
+        return max(0, self.settings.rounds - self.server.round)
+
     def stop(self) -> None:
         """End the run after the round that is under way. It can be resumed."""
         self._stop_wanted = True
@@ -345,8 +350,8 @@ class Run:
                 "best.steps": self.server.steps.clone(),
             }
         record["seconds"] = time.perf_counter() - start
-        self.history.append(record)
-        return record
+        self.history.append(compact(record))
+        return self.history[-1]
 
     def draw_cohort(self) -> list[int]:
         """The clients of the next round."""
@@ -455,7 +460,7 @@ class Run:
         self.trainer.load_state(tensors, engine)
         for name, value in here.items():
             value.copy_(saved[name])
-        self.server.round, self.history = len(history), [_with_nan(r) for r in history]
+        self.server.round, self.history = len(history), [compact(_with_nan(r)) for r in history]
         for record in self.history:
             if self.mechanism is not None:
                 self.mechanism.see(record)
@@ -472,9 +477,10 @@ class Run:
             }
 
     @property
-    def kept(self) -> dict[int, State]:
+    def kept(self) -> Store:
         """The state that clients keep, if it is held here."""
-        return getattr(self.trainer, "kept", {})
+        held: Store | None = getattr(self.trainer, "kept", None)
+        return InMemory() if held is None else held
 
     def model(self, best: bool = False) -> nn.Module:
         """A copy of the global model as it is now, or as it was in the best round so far."""

@@ -99,6 +99,10 @@ class Settings(BaseModel):
     always evaluated."""
     finetune_steps: PositiveInt | None = None
     """Local steps that each client makes, on a copy of the model, before it is evaluated."""
+    kept_state: Literal["auto", "memory", "disk"] = "auto"
+    """Where the state is held that clients keep from round to round: in "memory", on "disk" in a
+    file of the run's directory (a temporary one, if it has none), or "auto": in memory if it fits.
+    Results are the same."""
     metrics: Any = ()
     """What is measured on the test set besides loss and accuracy: a list of "top_5" (or another
     number), "f1", "auroc", "perplexity", "class_accuracy", functions (outputs, targets) -> number
@@ -185,8 +189,9 @@ class Settings(BaseModel):
         }
         if self.local_epochs is None:
             del table["drop_last"]
-        if self.mean == "plain":
-            del table["mean"]
+        for name, usual in (("mean", "plain"), ("kept_state", "auto")):
+            if table[name] == usual:
+                del table[name]
         return {"batch_size": "full", **table} if self.batch_size is None else table
 
     def steps(self, samples: int) -> int:

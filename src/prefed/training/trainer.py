@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -59,6 +60,8 @@ class Trainer(ABC):
     """How the run computes, known after `prepare`. A resumed run goes on with the same."""
     is_asynchronous: bool = False
     """It says itself whose updates make the next step of the server (`arrivals`)."""
+    folder: Path | None = None
+    """The directory of the run, if it has one: what is too large for memory is beside it."""
     mechanism: "Mechanism | None" = None
     """Of a private run: what clips each client's contribution before it is added up."""
 
@@ -97,6 +100,9 @@ class Trainer(ABC):
     def state(self) -> dict[str, Tensor]:
         """What the next rounds depend on besides the server, by name, as a checkpoint holds it."""
         return {}
+
+    def saved(self, round: int) -> None:
+        """The checkpoint of that round is whole on the disk, and so is one before it at most."""
 
     def load_state(self, saved: Mapping[str, Tensor], engine: str) -> None:
         """Go on from a checkpoint of a run that computed with `engine`."""

@@ -13,7 +13,7 @@ from prefed.data import FederatedData
 from prefed.training.attackers import Attackers, Moments
 from prefed.training.mechanism import Mechanism
 from prefed.training.messages import exchange, to_mean
-from prefed.training.round import Kept, Server, Update
+from prefed.training.round import Kept, Server, Update, kept_by
 from prefed.training.settings import Settings
 from prefed.training.task import Task
 
@@ -84,6 +84,7 @@ def receive_block(
     mechanism: Mechanism | None = None,
 ) -> Update:
     """A block of clients, from the broadcast to what the server has received."""
+    kept = kept_by(kept, clients)
     update = engine.update(algorithm, server, clients, kept)  # local steps
     if attackers is not None:
         update = attackers.send(algorithm, server, update, clients, honest)

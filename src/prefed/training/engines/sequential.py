@@ -54,7 +54,7 @@ class SequentialBlock(Block):
         rows = (len(clients), self.layout.size)
         self.weights = flat.weights[None] if self.alone else flat.weights.new_empty(rows)
         self.gradient = flat.gradient[None] if self.alone else flat.weights.new_empty(rows)
-        samples = [engine.data.client(c) for c in clients]
+        self.samples = samples = [engine.data.client(c) for c in clients]
         about = engine.settings, engine.data.augment, self.task.device
         self.batches = [
             Batches(s, c, round, *about, limits.get(c))
@@ -83,11 +83,11 @@ class SequentialBlock(Block):
         return keys([seed + k for seed in self.seeds], self.task.device)
 
     def other_gradient(self, kind: Other, k: int) -> Tensor:
-        task, engine, (client,) = self.task, self.engine, self.clients
+        task, engine, (samples,) = self.task, self.engine, self.samples
         before, found = task.flat.read_buffers(), torch.zeros_like(self.weights)
         seed = self.seeds[0] + SEEDS + k
         if kind == "whole":
-            x, y = map(batch.padded, engine.data.client(client).all())
+            x, y = map(batch.padded, samples.all())
             for n, piece in enumerate(pieces(len(y))):
                 task.gradient(batch.part(x, piece), y[piece], seed + n)
                 found.add_(task.flat.gradient, alpha=len(y[piece]) / len(y))

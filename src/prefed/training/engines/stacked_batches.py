@@ -134,7 +134,7 @@ def _are_equal(data: FederatedData, clients: Sequence[int], settings: Settings) 
     """All clients take equally many steps, in whole batches."""
     if settings.local_epochs is None:
         return True
-    sizes = {len(data.client(client)) for client in clients}
+    sizes = {data.size(client) for client in clients}
     return len(sizes) == 1 and sizes.pop() % (settings.batch_size or 1) == 0
 
 

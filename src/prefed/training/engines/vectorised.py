@@ -113,14 +113,15 @@ class Vectorised:
         self, algorithm: Algorithm, server: Server, clients: Sequence[int], kept: Kept
     ) -> Update:
         self.task.flat.module.train()
-        steps = local_steps(self.settings, self.data, clients, server.limits)
+        data = self.data.at_hand()
+        steps = local_steps(self.settings, data, clients, server.limits)
         order = sorted(range(len(clients)), key=lambda row: -steps[row])  # as a block wants them
         clients, steps = [clients[row] for row in order], [steps[row] for row in order]
         seeds = self.task.seeds(self.settings.seed, server.round, clients)
         how = self.settings, self.most_clients, self.task.device
-        stacks = gather(self.data, clients, server.round, *how, server.limits)
+        stacks = gather(data, clients, server.round, *how, server.limits)
         block = self.make_block(clients, steps, stacks, seeds)
-        block.round = server.round
+        block.round, block.data = server.round, data
         update = local_update(algorithm, server, block, kept)
         self.task.flat.buffers.check()
         return update.in_order(order)
@@ -183,7 +184,7 @@ class VectorisedBlock(Block):
         seeds: list[int],
     ) -> None:
         self.engine, self.clients, self.steps = engine, clients, steps
-        self.stacks, self.seeds = stacks, seeds
+        self.stacks, self.seeds, self.data = stacks, seeds, engine.data
         flat = engine.task.flat
         self.layout = flat.layout
         shape = (len(clients), self.layout.size)
@@ -251,7 +252,7 @@ class VectorisedBlock(Block):
         before = {name: buffer.clone() for name, buffer in self.buffers.items()}
         if kind == "whole":
             device, most = engine.task.device, engine.most_clients
-            for group in whole_batches(engine.data, self.clients, most, device):
+            for group in whole_batches(self.data, self.clients, most, device):
                 count = group.y.shape[1]
                 for n, piece in enumerate(pieces(count)):
                     y = group.y[:, piece]
@@ -287,8 +288,8 @@ class VectorisedBlock(Block):
     @cached_property
     def shares(self) -> Tensor:
         """The weight of each client in the mean over the block."""
-        data, settings = self.engine.data, self.engine.settings
-        weights = [settings.weight(c, len(data.client(c))) for c in self.clients]
+        weight, size = self.engine.settings.weight, self.data.size
+        weights = [weight(c, size(c)) for c in self.clients]
         shares = self.weights.new_tensor(weights)
         return shares / shares.sum()
 
