@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from prefed.experiments.stored_runs import StoredRun
+from prefed.training.settings import Settings
 
 LAST = 0.1
 """A run is judged by its mean over this last share of its evaluations, so that the noise of one
@@ -79,6 +80,15 @@ def merit(results: Sequence[float | None], by: Measure) -> tuple[bool, float]:
     A setting of which a seed diverged (None) comes after all of which none did."""
     known = [by.sign * result for result in results if result is not None]
     return len(known) == len(results), fmean(known) if known else -math.inf
+
+
+def first_scored(settings: Settings) -> int:
+    """The first round whose evaluation `Measure.final` looks at, if nothing else asks for any."""
+    if settings.stop_when or settings.keep:
+        return 0
+    every, last = settings.evaluate_every, settings.rounds
+    evaluated = [*range(every, last, every), last]
+    return evaluated[-max(1, round(LAST * len(evaluated)))]
 
 
 def megabytes(count: float) -> str:

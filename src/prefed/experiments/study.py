@@ -41,11 +41,10 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from prefed.algorithms import ALGORITHMS
 from prefed.core.deprecated import with_new_names
 from prefed.core.errors import PrefedError, RunFailed, did_you_mean
-from prefed.core.machine import cores
 from prefed.core.safe_files import lock, read_whole, write_whole
 from prefed.experiments.config import Config, assign, load, read_plan
 from prefed.experiments.config import read as read_config
-from prefed.experiments.jobs import Job, run_jobs
+from prefed.experiments.jobs import Job, Many, run_jobs
 from prefed.experiments.measures import ACCURACY, measure, merit
 from prefed.experiments.plans import OnEvent, Planned, run_all
 from prefed.experiments.stored_runs import StoredRun, load_archive, write_archive
@@ -140,7 +139,7 @@ class Study(BaseModel):
 
     def make_config(self, algorithm: str, like: str, options: Point, *changes: str) -> Config:
         """A config with the options tuned for `like`, overridden by `options`."""
-        given = [f"algorithm={like}", "device=cpu", *self.set, *changes]
+        given = [f"algorithm={like}", "device=cpu", "workers=1", *self.set, *changes]
         whole = load(self.config, given).to_dict()
         whole["algorithm"] = merged(whole["algorithm"], {**options, "name": algorithm})
         return load(whole)
@@ -192,7 +191,7 @@ class StudyRuns:
                 title = key(name, point, seed)
                 yield title, Planned(f"tuning {title}", config, self.folder)
 
-    def tune(self, workers: int | None, on_event: OnEvent) -> None:
+    def tune(self, workers: Many, on_event: OnEvent) -> None:
         """Run the points that have no score yet. Each score is written as soon as it is known."""
         waiting = []
         for title, planned in self.tuning():
@@ -201,11 +200,12 @@ class StudyRuns:
             else:
                 waiting.append((title, planned))
         histories: dict[int, list[dict[str, Any]]] = {}
+        is_tracked = self.tracking is not None and bool(self.tracking.names)
         jobs = [
-            Job(planned.config.to_dict(), None, self.tracking, slug(planned.title))
+            Job(planned.config.to_dict(), None, self.tracking, slug(planned.title), not is_tracked)
             for _, planned in waiting
         ]
-        for number, event in run_jobs(jobs, workers or cores()) if jobs else ():
+        for number, event in run_jobs(jobs, workers) if jobs else ():
             title, planned = waiting[number]
             if "record" in event:
                 histories.setdefault(number, []).append(event["record"])
@@ -296,7 +296,7 @@ class StudyRuns:
                 folder = self.folder / f"{slug(label)}-seed{seed}"
                 yield label, Planned(f"{label} seed {seed}", config, folder)
 
-    def compare(self, workers: int | None, on_event: OnEvent) -> None:
+    def compare(self, workers: Many, on_event: OnEvent) -> None:
         """Run what is not there yet, then archive all."""
         waiting = []
         for _, planned in self.comparison():
@@ -314,10 +314,11 @@ class StudyRuns:
     def _archive(self) -> None:
         self.archived = archive(self.folder, [planned for _, planned in self.comparison()])
 
-    def total(self) -> int:
-        """The number of runs of tuning and comparison together."""
+    def rounds(self) -> list[int]:
+        """The rounds of each run of tuning and comparison together."""
         lines = len(self.study.compared()) * self.study.seeds
-        return lines + sum(1 for _ in self.tuning())
+        whole = load(self.study.config, self.study.set).rounds
+        return [plan.config.rounds for _, plan in self.tuning()] + [whole] * lines
 
     def runs(self) -> Runs:
         found: Runs = {}
