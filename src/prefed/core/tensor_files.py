@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -35,9 +36,9 @@ def write_tensors(
         table[name] = {"dtype": kind, "shape": [*value.shape], "data_offsets": [begin, end]}
     head = json.dumps(table, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
-    found = hashlib.sha256()
+    size, found = len(head).to_bytes(8, "little"), hashlib.sha256()
     with open(path, "wb") as file:
-        for piece in (len(head).to_bytes(8, "little"), head, *_pieces(tensors[n] for n in order)):
+        for piece in chain([size, head], _pieces(tensors[name] for name in order)):
             found.update(piece)
             file.write(piece)
         file.flush()
@@ -45,7 +46,7 @@ def write_tensors(
     return found.hexdigest()
 
 
-def _pieces(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+def _pieces(tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
     for tensor in tensors:
-        flat = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        flat: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
         yield from (flat[first : first + PIECE] for first in range(0, len(flat), PIECE))

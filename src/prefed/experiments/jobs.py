@@ -39,7 +39,7 @@ class Job:
 
     def to_json(self, engine: str = "") -> str:
         """As a worker reads it."""
-        table = {"config": self.config, "folder": self.folder, "name": self.name}
+        table: dict[str, Any] = {"config": self.config, "folder": self.folder, "name": self.name}
         table |= {"scored": self.scored, "engine": engine}
         if self.tracking is not None:
             table["tracking"] = asdict(self.tracking)
@@ -99,14 +99,19 @@ class Processes:
                 yield waiting.get()[0], {"failed": "no worker process is left"}
         finally:
             waiting.queue.clear()
-            if not done:  # some are in the middle of a job
-                self.close()
+            for process in () if done else self._processes:  # some are in the middle of a job
+                process.terminate()
             for thread in threads:
                 thread.join()
+            if not done:
+                self.close()
 
     def _started(self, count: int) -> list[subprocess.Popen[str]]:
         """So many that are alive."""
-        self._processes = [p for p in self._processes if p.poll() is None or _close_pipes(p)]
+        gone = [p for p in self._processes if p.poll() is not None]
+        for process in gone:
+            _close_pipes(process)
+        self._processes = [p for p in self._processes if p not in gone]
         while len(self._processes) < count:
             process = subprocess.Popen(
                 [sys.executable, "-m", "prefed.experiments.jobs"],

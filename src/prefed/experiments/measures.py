@@ -87,7 +87,7 @@ def first_scored(settings: Settings) -> int:
     if settings.stop_when or settings.keep:
         return 0
     every, last = settings.evaluate_every, settings.rounds
-    evaluated = [*range(every, last, every), last]
+    evaluated: list[int] = [*range(every, last, every), last]
     return evaluated[-max(1, round(LAST * len(evaluated)))]
 
 

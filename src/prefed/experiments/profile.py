@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from prefed.core.parts import watched_by
+from prefed.core.parts import timed, watched_by
 from prefed.core.safe_files import write_whole
 from prefed.training.observers import Callback
 from prefed.training.trainer import Record
 
 TRACED = 2
 """Rounds in the trace, after the first, which also allocates memory."""
-MOST_STEPS = 2000
-"""Local steps in the trace, about: one whose rounds have more is of one round; of none, if that has
-ten times as many."""
+MOST_STEPS = 300
+"""Local steps in the trace, about: of a run whose rounds have more, it is of one round; of none, if
+they have ten times as many."""
 OPERATORS = 20
 """Rows of the table by operator."""
 WHOLE = "engine choice"
@@ -44,6 +44,8 @@ class Profile(Callback):
         self.main = threading.get_ident()
         self.seconds: dict[tuple[str, bool], float] = defaultdict(float)
         """Of each part, in the main thread (True) and in all others together."""
+        self.processor: dict[str, float] = defaultdict(float)
+        """Of each part, in all threads that tell of it."""
         self.calls: dict[str, int] = defaultdict(int)
         self.local = threading.local()
         self.muted = False
@@ -53,13 +55,14 @@ class Profile(Callback):
         self.engine, self.traced = "", 0
         if before:
             self.seconds["imports", True], self.calls["imports"] = before, 1
+            self.processor["imports"] = time.process_time()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         with watched_by(self):
             yield
         self.total = time.perf_counter() - self.began
-        self.processor = time.process_time()
+        self.total_processor = time.process_time()
 
     # Parts
 
@@ -71,20 +74,22 @@ class Profile(Callback):
         if self.torch is not None:
             mark = record_function(name)
             mark.__enter__()
-        stack.append([name, time.perf_counter(), 0.0, mark])
+        stack.append([name, time.perf_counter(), time.thread_time(), 0.0, 0.0, mark])
 
     def end(self) -> None:
         stack = self.local.stack
-        name, start, inner, mark = stack.pop()
-        elapsed = time.perf_counter() - start
+        name, start, used, inner, inner_used, mark = stack.pop()
+        elapsed, used = time.perf_counter() - start, time.thread_time() - used
         if mark is not None:
             mark.__exit__(None, None, None)
         if stack:
-            stack[-1][2] += elapsed
+            stack[-1][3] += elapsed
+            stack[-1][4] += used
         if name == WHOLE:
-            self.muted, inner = False, 0.0
+            self.muted, inner, inner_used = False, 0.0, 0.0
         if not self.muted:
             self.seconds[name, threading.get_ident() == self.main] += elapsed - inner
+            self.processor[name] += used - inner_used
             self.calls[name] += 1
 
     # Operators, in a few rounds
@@ -107,10 +112,12 @@ class Profile(Callback):
     def close(self) -> None:
         self._stop()
 
+    @timed("the profile itself")
     def _trace(self) -> None:
         self.torch = profile(activities=[ProfilerActivity.CPU], experimental_config=_all_threads())
         self.torch.start()
 
+    @timed("the profile itself")
     def _stop(self) -> None:
         if self.torch is not None:
             self.torch.stop()
@@ -132,10 +139,10 @@ class Profile(Callback):
     def _parts(self) -> Iterator[str]:
         others = any(not main for _, main in self.seconds)
         known = sum(value for (_, main), value in self.seconds.items() if main)
-        yield f"{self.total:.2f} s, {self.processor:.2f} s of processor time; {self.engine}"
+        yield f"{self.total:.2f} s, {self.total_processor:.2f} s of processor time; {self.engine}"
         yield ""
         head = f"{'part':<24}{'seconds':>10}{'share':>9}"
-        yield head + f"{'in workers':>12}{'calls':>10}" if others else head + f"{'calls':>10}"
+        yield f"{head}{'in workers' if others else '':>12}{'processor':>11}{'calls':>9}".rstrip()
         names = {name for name, _ in self.seconds}
         order = sorted(
             names, key=lambda n: -sum(self.seconds.get((n, m), 0) for m in (True, False))
@@ -144,9 +151,10 @@ class Profile(Callback):
             here = self.seconds.get((name, True), 0.0)
             here = self.total - known if name == "the rest" else here
             line = f"{name:<24}{here:>10.3f}{here / self.total:>9.1%}"
-            if others:
-                line += f"{self.seconds.get((name, False), 0.0):>12.3f}"
-            yield line + (f"{self.calls[name]:>10}" if name in self.calls else "")
+            there = f"{self.seconds.get((name, False), 0.0):.3f}" if others else ""
+            rest = self.total_processor - sum(self.processor.values())
+            used = rest if name == "the rest" else self.processor[name]
+            yield f"{line}{there:>12}{used:>11.3f}{self.calls[name] or '':>9}".rstrip()
 
     def _by_operator(self) -> Iterator[str]:
         if self.operators is None:

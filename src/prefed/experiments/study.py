@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, PrivateAttr, model_validator
 
 from prefed.algorithms import ALGORITHMS
 from prefed.core.deprecated import with_new_names
@@ -110,6 +110,8 @@ class Study(BaseModel):
     """Algorithms that are compared with the options that the config has tuned for them."""
     variants: dict[str, Variant] = {}
     """More lines of the table, by label."""
+    _known: dict[tuple[str, ...], Point] = PrivateAttr(default_factory=dict)
+    """Configs by what was changed in them: many points have one in common."""
 
     @model_validator(mode="after")
     def _is_fair(self) -> "Study":
@@ -139,8 +141,10 @@ class Study(BaseModel):
 
     def make_config(self, algorithm: str, like: str, options: Point, *changes: str) -> Config:
         """A config with the options tuned for `like`, overridden by `options`."""
-        given = [f"algorithm={like}", "device=cpu", "workers=1", *self.set, *changes]
-        whole = load(self.config, given).to_dict()
+        given = (f"algorithm={like}", "device=cpu", "workers=1", *self.set, *changes)
+        if given not in self._known:
+            self._known[given] = load(self.config, given).to_dict()
+        whole = copy.deepcopy(self._known[given])
         whole["algorithm"] = merged(whole["algorithm"], {**options, "name": algorithm})
         return load(whole)
 
@@ -176,11 +180,17 @@ class StudyRuns:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.scores = self._read_scores()
         self.archived = load_archive(self.folder)
+        self._tuning: list[tuple[str, Planned]] | None = None
 
     # ------------------------------------------------------------------------------- tuning
 
-    def tuning(self) -> Iterator[tuple[str, Planned]]:
+    def tuning(self) -> list[tuple[str, Planned]]:
         """Every tuning run with its key."""
+        if self._tuning is None:
+            self._tuning = [*self._plan_tuning()]
+        return self._tuning
+
+    def _plan_tuning(self) -> Iterator[tuple[str, Planned]]:
         study = self.study
         changes = [f"data.validation={study.tuning.validation}"]
         if study.tuning.rounds:
