@@ -34,13 +34,13 @@ class Job:
     tracking: "Tracking | None" = None
     name: str = ""
     """Of the run, for trackers."""
-    scored: bool = False
-    """Nothing but its score is wanted: it is evaluated in the rounds that the score is of."""
+    evaluate_from: int = 1
+    """Nobody looks at evaluations before this round."""
 
     def to_json(self, engine: str = "") -> str:
         """As a worker reads it."""
         table: dict[str, Any] = {"config": self.config, "folder": self.folder, "name": self.name}
-        table |= {"scored": self.scored, "engine": engine}
+        table |= {"evaluate_from": self.evaluate_from, "engine": engine}
         if self.tracking is not None:
             table["tracking"] = asdict(self.tracking)
         return json.dumps(table, default=str)
@@ -234,7 +234,6 @@ def _work() -> None:
     from prefed.core.errors import Diverged, PrefedError
     from prefed.core.safe_files import to_json
     from prefed.experiments.config import load
-    from prefed.experiments.measures import first_scored
     from prefed.experiments.run_directory import execute
     from prefed.experiments.trackers import Tracking
     from prefed.training.observers import Callback
@@ -260,9 +259,9 @@ def _work() -> None:
             config = load(job["config"])
             make = made_with(job["engine"])
             what: Config | Run = config
-            if job["scored"]:
+            if job["evaluate_from"] > 1:
                 what = config.make_run(make)
-                what.evaluate_from = first_scored(config)
+                what.evaluate_from = job["evaluate_from"]
             execute(what, folder, resume=True, callbacks=callbacks, make_trainer=make)
             event: dict[str, Any] = {"done": True, "engine": tell.run.trainer.engine}
         except Diverged as error:

@@ -45,7 +45,7 @@ from prefed.core.safe_files import lock, read_whole, write_whole
 from prefed.experiments.config import Config, assign, load, read_plan
 from prefed.experiments.config import read as read_config
 from prefed.experiments.jobs import Job, Many, run_jobs
-from prefed.experiments.measures import ACCURACY, measure, merit
+from prefed.experiments.measures import ACCURACY, LAST, first_scored, measure, merit
 from prefed.experiments.plans import OnEvent, Planned, run_all
 from prefed.experiments.stored_runs import StoredRun, load_archive, write_archive
 from prefed.experiments.sweep import on_edge
@@ -210,10 +210,11 @@ class StudyRuns:
             else:
                 waiting.append((title, planned))
         histories: dict[int, list[dict[str, Any]]] = {}
-        is_tracked = self.tracking is not None and bool(self.tracking.names)
+        tracked = self.tracking is not None and bool(self.tracking.names)
+        firsts = [1 if tracked else first_scored(planned.config) for _, planned in waiting]
         jobs = [
-            Job(planned.config.to_dict(), None, self.tracking, slug(planned.title), not is_tracked)
-            for _, planned in waiting
+            Job(planned.config.to_dict(), None, self.tracking, slug(planned.title), first)
+            for (_, planned), first in zip(waiting, firsts, strict=True)
         ]
         for number, event in run_jobs(jobs, workers) if jobs else ():
             title, planned = waiting[number]
@@ -225,7 +226,8 @@ class StudyRuns:
                 raise RunFailed(f"{planned.title}: {event['failed']}")
             run = StoredRun(self.folder, planned.config.to_dict(), histories.pop(number, []))
             by = measure([run])
-            final = by.final(run) if "done" in event else None
+            share = LAST if firsts[number] == 1 else 1.0  # it has no evaluation before
+            final = by.final(run, share) if "done" in event else None
             self.scores[title] = None if final is None else by.sign * final
             text = json.dumps({"config": self._base(), "scores": self.scores}, indent=0)
             write_whole(self.folder / "tuning.json", text + "\n")
