@@ -95,8 +95,8 @@ class Task:
         """The model calls scaled_dot_product_attention. `check` finds out."""
         self.numbers_out = 1
         """In the output for a sample. `check` finds out."""
-        self._in_pieces: dict[int, bool] = {}
-        """Whether batches of so many images may be evaluated in pieces."""
+        self._in_pieces: bool | None = None
+        """Images may be evaluated in pieces; None if that was not tried yet."""
 
     @property
     def evaluation_batch(self) -> int:
@@ -204,17 +204,17 @@ class Task:
 
     def _evaluated(self, x: Inputs) -> Tensor:
         """The model's output for a batch that is evaluated. Which kernel torch takes may depend on
-        the size of a batch, and the bits on the kernel: the first of a size is tried both ways."""
-        if not isinstance(x, Tensor) or x.dim() != 4 or len(x) <= PIECE:
+        the size of a batch, and the bits on the kernel: the first full batch is tried both ways."""
+        images = isinstance(x, Tensor) and x.dim() == 4 and len(x) == self.evaluation_batch
+        if not images or len(x) <= PIECE or self.device.type != "cpu" or self._in_pieces is False:
             return self.forward(x)
-        if self._in_pieces.get(len(x), True) and self.device.type == "cpu":
-            pieces = x.chunk(-(-len(x) // PIECE))
-            output = torch.cat([self.forward(piece) for piece in pieces])
-            if len(x) not in self._in_pieces:
-                self._in_pieces[len(x)] = torch.equal(output, whole := self.forward(x))
-                return whole
-            return output
-        return self.forward(x)
+        pieces = batch.parts(x, PIECE)
+        output = torch.cat([self.forward(piece) for piece in pieces])
+        if self._in_pieces is None:
+            whole = self.forward(x)
+            self._in_pieces = torch.equal(output, whole)
+            return whole
+        return output
 
     @torch.no_grad()
     def operations(self, data: FederatedData) -> float:
