@@ -1,9 +1,12 @@
 # `make demo` and `make test` do all set-up by themselves: Python 3.11 or newer, make and git.
 # The demo installs what the package needs to run; the rest comes with `make venv`,
 # on which tests, linters and documentation depend.
+# torch comes by pip, which finds the build for CPUs where one is at hand; if uv is there it brings the
+# rest, and is never asked for torch.
 # LOCKED=1 takes no file but those whose SHA-256 is in requirements.lock, torch excepted.
 # AUDIT_DB=FILE lets `make check` audit without a network (scripts/advisories.py).
 PYTHON ?= python3
+UV ?= $(shell command -v uv 2> /dev/null)
 VENV := .venv
 BIN := $(VENV)/bin
 READY_RUN := $(VENV)/.ready-run
@@ -54,7 +57,14 @@ ifdef LOCKED
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m pip check
 else
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+ifneq ($(UV),)
+	$(BIN)/python scripts/without_torch.py > $(VENV)/without-torch.txt
+	$(UV) pip install --quiet --python $(BIN)/python --constraint constraints.txt --requirement $(VENV)/without-torch.txt
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
+else
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+endif
 endif
 	@touch $(READY_RUN)
 

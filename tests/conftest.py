@@ -17,6 +17,7 @@ import prefed
 # Tests run side by side on small problems: more threads only get into each other's way.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+os.environ["PREFED_CACHE"] = "off"  # nothing is left in the home of who runs the tests
 
 # Processes that tests start, wherever they stand, take the package that is tested here.
 package = str(Path(prefed.__file__).resolve().parent.parent)

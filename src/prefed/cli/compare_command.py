@@ -43,7 +43,7 @@ def compare(
         if tuned := tuned_options(config, plan.config):
             print(told(plan.config.algorithm.name, tuned, config), file=sys.stderr)
     tracking = Tracking(track, folder)
-    with LiveRuns(len(planned), quiet, folder) as live:
+    with LiveRuns([plan.config.rounds for plan in planned], quiet, folder) as live:
         runs = run_all(planned, workers, live.on_event, tracking)
     write_report(
         runs, folder / "report.html", target=target, title=f"{config}: a comparison",

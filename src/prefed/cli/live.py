@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from prefed.cli.options import unused
-from prefed.experiments.measures import describe
+from prefed.experiments.measures import describe, duration
 from prefed.experiments.plans import OnEvent, Planned
 
 ROWS = 24
@@ -20,9 +20,14 @@ ROWS = 24
 
 
 class LiveRuns:
-    def __init__(self, total: int, quiet: bool, out: Path) -> None:
-        self.total, self.quiet, self.out, self.done = total, quiet, out, 0
+    """rounds are those of each run, for an estimate of the time that is left."""
+
+    def __init__(self, rounds: Sequence[int], quiet: bool, out: Path) -> None:
+        self.total, self.quiet, self.out, self.done = len(rounds), quiet, out, 0
         self.current: dict[str, str] = {}
+        self.began, self.rounds_done, self.rounds_left = time.monotonic(), 0, sum(rounds)
+        self.rounds_of: dict[str, int] = {}
+        """Of the runs under way: how many are done."""
         console = Console(stderr=True)
         self.live = None
         if console.is_terminal and not quiet:
@@ -46,14 +51,27 @@ class LiveRuns:
             record = event["record"]
             rounds = f"round {record['round']}/{planned.config.rounds}"
             self.current[planned.title] = f"{rounds}  {describe(record)}"
+            self.rounds_of[planned.title] = self.rounds_of.get(planned.title, 0) + 1
+            self.rounds_done += 1
+            self.rounds_left -= 1
             return
         self.done += 1
+        self.rounds_left -= planned.config.rounds - self.rounds_of.pop(planned.title, 0)
         last = self.current.pop(planned.title, "")
         if not self.live and not self.quiet:
-            print(f"[{self.done}/{self.total}] {planned.title}: {event['end']}  {last}", flush=True)
+            text = f"[{self.done}/{self.total}] {planned.title}: {event['end']}  {last}"
+            print(f"{text}{self._left()}", flush=True)
+
+    def _left(self) -> str:
+        """The time that is left, if the rounds to come take as long as those that were seen."""
+        if not self.rounds_done or self.rounds_left <= 0:
+            return ""
+        seconds = (time.monotonic() - self.began) * self.rounds_left / self.rounds_done
+        return f"  about {duration(seconds)} left"
 
     def _draw(self) -> Table:
-        view = Table("run", "state", title=f"{self.done} of {self.total} runs done")
+        title = f"{self.done} of {self.total} runs done{self._left()}"
+        view = Table("run", "state", title=title)
         for title, state in list(self.current.items())[:ROWS]:
             view.add_row(title, state)
         return view

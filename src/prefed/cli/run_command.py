@@ -15,6 +15,14 @@ def run(
     quiet: Quiet = False,
     json: Annotated[bool, typer.Option("--json", help="print each round as a JSON line")] = False,
     track: Track = [],
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="tell where the time goes: a table, also in profile.txt, and trace.json for "
+            "ui.perfetto.dev",
+        ),
+    ] = False,
 ) -> None:
     """Run one config or preset and write it to a directory.
 
@@ -22,11 +30,14 @@ def run(
     the same command with --resume goes on and ends in the same bits. Under torchrun
     the ranks share each cohort.
     """
+    from contextlib import nullcontext
+
     from prefed.cli.interrupt import StopOnSignal
     from prefed.cli.progress import JsonLines, show_log_plainly, show_warnings_plainly
     from prefed.experiments.bars import RoundBar
     from prefed.experiments.config import load, tuned_options
     from prefed.experiments.measures import describe, megabytes
+    from prefed.experiments.profile import Profile, since_start
     from prefed.experiments.run_directory import execute
     from prefed.experiments.trackers import tracker
     from prefed.training import ranks
@@ -43,10 +54,11 @@ def run(
             show_log_plainly()
             if tuned := tuned_options(config, loaded):
                 print(told(loaded.algorithm.name, tuned, config), file=sys.stderr)
-        with StopOnSignal(quiet=not speaks) as stop:
-            result = execute(
-                loaded, folder, resume=resume, callbacks=[progress, *trackers], stop=stop.asked
-            )
+        profiles = [Profile(since_start())] if profile and speaks else []
+        callbacks = [progress, *trackers, *profiles]
+        watching = profiles[0].watching() if profiles else nullcontext()
+        with StopOnSignal(quiet=not speaks) as stop, watching:
+            result = execute(loaded, folder, resume=resume, callbacks=callbacks, stop=stop.asked)
     if speaks and not (quiet or json):
         up = sum(record["bytes_up"] for record in result.history)
         print(f"{loaded.algorithm.name}: {describe(result.history[-1])}, {megabytes(up)} MB up")
@@ -55,6 +67,9 @@ def run(
         if result.best_round is not None:
             print(f"best in round {result.best_round}: {folder / 'best.safetensors'}")
         print(f"written to {folder}")
+    for told_by in profiles:
+        table = told_by.write(folder)
+        print("" if quiet or json else f"\n{table}", end="")
 
 
 def new_folder(config: str, algorithm: str, seed: int) -> Path:

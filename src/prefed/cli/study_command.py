@@ -35,7 +35,9 @@ def study(
     from prefed.cli.live import LiveRuns, for_minutes
     from prefed.cli.tables import show as show_table
     from prefed.cli.tables import table
+    from prefed.core.machine import cores
     from prefed.experiments.config import find
+    from prefed.experiments.jobs import Processes
     from prefed.experiments.stats import student
     from prefed.experiments.study import StudyRuns, check, read
     from prefed.experiments.trackers import Tracking
@@ -50,11 +52,12 @@ def study(
     study_runs = StudyRuns(plan, out, Tracking(track, out, name))
     over = False
     if not draw:
-        with LiveRuns(study_runs.total(), quiet, out) as live:
+        many = Processes(workers or cores())
+        with LiveRuns(study_runs.rounds(), quiet, out) as live, many as processes:
             on_event = for_minutes(minutes, live.on_event)
             try:
-                study_runs.tune(workers, on_event)
-                study_runs.compare(workers, on_event)
+                study_runs.tune(processes, on_event)
+                study_runs.compare(processes, on_event)
             except TimeoutError:
                 over = True
     head, lines, note = results.write(study_runs, name)

@@ -39,6 +39,8 @@ def sweep(
     from prefed.cli.tables import points, show
     from prefed.core.errors import PrefedError
     from prefed.core.machine import cores
+    from prefed.experiments.config import load
+    from prefed.experiments.jobs import Processes
     from prefed.experiments.measures import measure
     from prefed.experiments.ranking import Group
     from prefed.experiments.sweep import Optuna, Space, Suggest, all_at_once, evaluate_best, on_edge
@@ -58,12 +60,14 @@ def sweep(
         suggest, total = all_at_once(tried), len(tried)
     folder = out or new_out("sweep", config)
     tracking = Tracking(track, folder)
-    with LiveRuns((total + 1) * seeds, quiet, folder) as live:
-        scored = run_sweep(config, set, suggest, seeds, folder, workers, live.on_event, tracking)
+    rounds, many = load(config, set).rounds, Processes(workers or cores())
+    with LiveRuns([rounds] * (total + 1) * seeds, quiet, folder) as live, many as processes:
+        rest = seeds, folder, processes, live.on_event, tracking
+        scored = run_sweep(config, set, suggest, *rest)
         best = scored[0]
         if not math.isfinite(best.score):
             raise PrefedError("every point diverged: lower the step sizes")
-        tested = evaluate_best(config, set, best, seeds, folder, workers, live.on_event, tracking)
+        tested = evaluate_best(config, set, best, *rest)
     edges = [
         f"{key}={best.point[key]} lies on the edge of the grid: try values beyond it"
         for key in on_edge(space.lists, best.point)

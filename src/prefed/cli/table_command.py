@@ -37,7 +37,7 @@ def table(
         return
     runs, over = TableRuns(name, plan, out), False
     if not draw:
-        with LiveRuns(len(runs.planned), quiet, out) as live:
+        with LiveRuns([plan.config.rounds for plan in runs.planned], quiet, out) as live:
             try:
                 runs.run(workers, for_minutes(minutes, live.on_event))
             except TimeoutError:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, create_model
@@ -9,6 +10,11 @@ from pydantic import BaseModel, ConfigDict, create_model
 
 def options_model(function: Callable[..., Any], given: Iterable[str] = ()) -> type[BaseModel]:
     """A model of the options of a function (or class), to check them as everything else is."""
+    return _model(function, tuple(given))
+
+
+@lru_cache(1000)
+def _model(function: Callable[..., Any], given: tuple[str, ...]) -> type[BaseModel]:
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         if name not in given and parameter.kind not in (

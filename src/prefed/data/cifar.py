@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from prefed.core.errors import PrefedError
-from prefed.data import reading
+from prefed.data import cache, reading
 from prefed.data.cifar_pickle import read_pickle
 from prefed.data.dataset import DATASETS, Dataset
 from prefed.data.images import CropAndFlip, Normalise
@@ -88,8 +88,6 @@ def _load(
     def part(names: tuple[str, ...], images: int) -> tuple[torch.Tensor, torch.Tensor]:
         pieces = []
         for n in names:
-            if not (folder / n).is_file():
-                raise PrefedError(str(reading.missing(name, n, folder)))
             pieces.append(
                 read(folder / n, label_keys, limits, images // len(names) if complete else None)
             )
@@ -97,9 +95,21 @@ def _load(
         labels = np.concatenate([y for _, y in pieces]).astype(np.int64)
         return torch.from_numpy(x), torch.from_numpy(labels if len(limits) > 1 else labels[:, 0])
 
-    x, y = part(layout.train, 50_000)
+    def decode() -> cache.Arrays:
+        (x, y), (test_x, test_y) = part(layout.train, 50_000), part((layout.test,), 10_000)
+        return {"x": x, "y": y, "test_x": test_x, "test_y": test_y}
+
+    files = [folder / n for n in (*layout.train, layout.test)]
+    for file in files:
+        if not file.is_file():
+            raise PrefedError(str(reading.missing(name, file.name, folder)))
+    pixels = (torch.uint8,), (3, 32, 32)
+    labels = (torch.int64,), (2,) if len(limits) > 1 else ()
+    form: cache.Form = {"x": pixels, "y": labels, "test_x": pixels, "test_y": labels}
+    found = cache.decoded(name, files, complete, form, decode)
     change = CropAndFlip() if augment else None
-    return Dataset(x, y, part((layout.test,), 10_000), normalise, None, classes, change)
+    test = found["test_x"], found["test_y"]
+    return Dataset(found["x"], found["y"], test, normalise, None, classes, change)
 
 
 def _locate(name: str, layouts: tuple[Layout, ...], root: Path) -> tuple[Layout, Path]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from prefed.core.errors import PrefedError
-from prefed.data import reading
+from prefed.data import cache, reading
 from prefed.data.dataset import DATASETS, Dataset
 from prefed.data.images import CropAndFlip, Normalise
 
@@ -110,6 +110,21 @@ def _read(
             if found:  # some of them are there
                 raise PrefedError(str(error)) from None
             raise
+    pixels, one = ((torch.uint8,), (28, 28)), ((torch.uint8,), ())
+    form: cache.Form = {"x": pixels, "y": one, "test_x": pixels, "test_y": one}
+
+    def decode() -> cache.Arrays:
+        arrays = map(torch.from_numpy, _decode(found, counts, classes, from_one))
+        return dict(zip(form, arrays, strict=True))
+
+    options = [counts, classes, from_one]
+    known = cache.decoded(name, found, options, form, decode)
+    return [known[part].numpy() for part in form]
+
+
+def _decode(
+    found: list[Path], counts: tuple[int, int] | None, classes: int, from_one: bool
+) -> list[Array]:
     arrays = []
     for pair in (0, 2):
         count = None if counts is None else counts[pair // 2]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prefed.core import draws
 from prefed.core.errors import PrefedError
-from prefed.data import reading
+from prefed.data import cache, reading
 from prefed.data.dataset import DATASETS, Dataset
 
 Array = np.ndarray[Any, Any]
@@ -78,6 +78,20 @@ def to_float(x: Tensor) -> Tensor:
 
 def read_libsvm(path: Path, features: int, most: int | None) -> tuple[Array, Array]:
     """(x, labels); x is uint8 if all values are whole numbers up to 255, else float32."""
+
+    def decode() -> cache.Arrays:
+        x, labels = _decode(path, features, most)
+        return {"x": torch.from_numpy(x), "labels": torch.from_numpy(labels)}
+
+    form: cache.Form = {
+        "x": ((torch.uint8, torch.float32), (features,)),
+        "labels": ((torch.float64,), ()),
+    }
+    found = cache.decoded("libsvm", [path], [features, most], form, decode)
+    return found["x"].numpy(), found["labels"].numpy()
+
+
+def _decode(path: Path, features: int, most: int | None) -> tuple[Array, Array]:
     rows, columns, values, labels = array("i"), array("i"), array("f"), array("d")
     offset = 0
     try:

@@ -1,12 +1,13 @@
 """Plays as plain text, divided by speaker, for next-character prediction."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from prefed.core.errors import PrefedError
-from prefed.data import reading
+from prefed.data import cache, reading
 from prefed.data.dataset import DATASETS, Dataset
 
 Array = np.ndarray[Any, Any]
@@ -31,6 +32,18 @@ def shakespeare(path: str | None = None, length: int = 80, test: float = 0.2) ->
     where = reading.root(path)
     if not where.is_file():
         where = reading.find("shakespeare", where, ["shakespeare.txt", "input.txt"])
+    codes, targets = ((torch.uint8,), (length,)), ((torch.int64,), (length,))
+    one = (torch.int64,), ()
+    form: cache.Form = {"x": codes, "y": targets, "test_x": codes, "test_y": targets}
+    form = {**form, "client": one, "classes": one}
+    found = cache.decoded(
+        "shakespeare", [where], [length, test], form, lambda: _decode(where, length, test)
+    )
+    test_pair = found["test_x"], found["test_y"]
+    return Dataset(found["x"], found["y"], test_pair, None, found["client"], int(found["classes"]))
+
+
+def _decode(where: Path, length: int, test: float) -> cache.Arrays:
     try:
         text = where.read_bytes().decode()
     except UnicodeDecodeError as error:
@@ -56,8 +69,9 @@ def shakespeare(path: str | None = None, length: int = 80, test: float = 0.2) ->
         train.append(mine)
         owners += [owner] * len(mine)
         held.append(_windows("\n".join(lines[max(cut, 1) :]), codes, length))
-    x, y = _pair(np.concatenate(train))
-    return Dataset(x, y, _pair(np.concatenate(held)), None, torch.tensor(owners), len(alphabet))
+    (x, y), (test_x, test_y) = _pair(np.concatenate(train)), _pair(np.concatenate(held))
+    about = {"client": torch.tensor(owners), "classes": torch.tensor([len(alphabet)])}
+    return {"x": x, "y": y, "test_x": test_x, "test_y": test_y} | about
 
 
 def speeches(text: str) -> dict[str, list[str]]:

@@ -14,6 +14,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from prefed.core.errors import PrefedError
 from prefed.core.safe_files import read_whole, sync, write_whole
+from prefed.core.tensor_files import write_tensors
 
 KEPT = 2
 FILES = ("state.safetensors", "rounds.jsonl")
@@ -48,16 +50,17 @@ def save(folder: Path, run: str, checkpoint: Checkpoint) -> None:
     final = folder / f"{checkpoint.round:06d}"
     draft = folder / f".draft-{checkpoint.round:06d}"
     _new(draft).mkdir(parents=True)
-    written = (safetensors.torch.save(checkpoint.tensors), checkpoint.rounds.encode())
-    contents = dict(zip(FILES, written, strict=True))
-    for name, content in contents.items():
-        write_whole(draft / name, content)
+    state, rounds = FILES
     manifest = {
         "run": run,
         "round": checkpoint.round,
         "engine": checkpoint.engine,
-        "sha256": {name: _sha256(content) for name, content in contents.items()},
+        "sha256": {
+            state: write_tensors(draft / state, checkpoint.tensors),
+            rounds: _sha256(checkpoint.rounds.encode()),
+        },
     }
+    write_whole(draft / rounds, checkpoint.rounds)
     manifest["manifest_sha256"] = _sha256(_canonical(manifest))
     write_whole(draft / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     if final.exists():  # a damaged one: never half of it under its name
@@ -67,6 +70,33 @@ def save(folder: Path, run: str, checkpoint: Checkpoint) -> None:
     shutil.rmtree(folder / f".draft-old-{final.name}", ignore_errors=True)
     for old in _complete(folder)[:-KEPT]:
         shutil.rmtree(old)
+
+
+class Writer:
+    """A thread that writes, one thing at a time, while the run goes on."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "prefed-checkpoints")
+        self._last: Future[None] | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Begin, after what was begun before."""
+        self.wait()
+        self._last = self._thread.submit(write)
+
+    def check(self) -> None:
+        """Raise what went wrong, if it has."""
+        if self._last is not None and self._last.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until all is written; raise what went wrong."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+    def close(self) -> None:
+        self._thread.shutdown()
 
 
 def load(folder: Path, run: str, before: Callable[[], Iterable[str]] = tuple) -> Checkpoint:

@@ -39,6 +39,7 @@ from prefed.core import draws
 from prefed.core.errors import PrefedError, checked, did_you_mean, explain
 from prefed.core.losses import LOSSES, OF_NUMBERS, given_to, make_loss
 from prefed.core.option_models import options_model
+from prefed.core.parts import timed
 from prefed.core.safe_files import read_whole
 from prefed.core.schedule import written
 from prefed.data import FederatedData
@@ -101,6 +102,7 @@ class Config(Settings):
     def settings(self) -> Settings:
         return Settings(**{name: getattr(self, name) for name in Settings.model_fields})
 
+    @timed("data")
     def make_data(self) -> tuple[Dataset, FederatedData]:
         """The data set and its split, which depend on the config and seed alone."""
         dataset = DATASETS.get(self.data.name)(**self.data.options)

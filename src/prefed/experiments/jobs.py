@@ -11,14 +11,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
+    from prefed.experiments.config import Config
     from prefed.experiments.trackers import Tracking
+    from prefed.training.run import MakeTrainer
+    from prefed.training.trainer import Trainer
 
 Event = tuple[int, dict[str, Any]]
 """The number of the job, and {"record": ...}, {"done": true} or {"failed": message}."""
@@ -31,28 +34,85 @@ class Job:
     tracking: "Tracking | None" = None
     name: str = ""
     """Of the run, for trackers."""
+    evaluate_from: int = 1
+    """Nobody looks at evaluations before this round."""
 
-    def to_json(self) -> str:
+    def to_json(self, engine: str = "") -> str:
         """As a worker reads it."""
-        table = {"config": self.config, "folder": self.folder, "name": self.name}
+        table: dict[str, Any] = {"config": self.config, "folder": self.folder, "name": self.name}
+        table |= {"evaluate_from": self.evaluate_from, "engine": engine}
         if self.tracking is not None:
             table["tracking"] = asdict(self.tracking)
         return json.dumps(table, default=str)
 
+    @property
+    def kind(self) -> str:
+        """What decides which engine is the fastest: all but seeds, step sizes and the like."""
+        algorithm = self.config["algorithm"]
+        numbers = [k for k, v in algorithm.items() if isinstance(v, float | dict)]
+        algorithm = {k: v for k, v in algorithm.items() if k not in numbers}
+        return json.dumps({**self.config, "algorithm": algorithm, "seed": 0}, sort_keys=True)
 
-def run_jobs(jobs: list[Job], workers: int) -> Iterator[Event]:
-    """Run the jobs on `workers` processes with one thread each; events come as they happen."""
-    events: queue.Queue[Event | None] = queue.Queue()
-    waiting: queue.Queue[tuple[int, Job]] = queue.Queue()
-    for item in enumerate(jobs):
-        waiting.put(item)
-    workers = max(1, min(workers, len(jobs)))
-    processes: list[subprocess.Popen[str]] = []
-    threads: list[threading.Thread] = []
-    tellers: list[threading.Thread] = []
-    told: set[str] = set()
-    try:
-        for _ in range(workers):
+
+class Processes:
+    """Worker processes with one thread each, which import and measure once for all their runs.
+
+    They end with the block, and with this process, however it ends.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.engines: dict[str, str] = {}
+        """What "auto" has chosen for the first run of each kind; the others take it over."""
+        self._processes: list[subprocess.Popen[str]] = []
+        self._tellers: list[threading.Thread] = []
+        self._told: set[str] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[Event]:
+        """Run the jobs; events come as they happen."""
+        events: queue.Queue[Event | None] = queue.Queue()
+        waiting: queue.Queue[tuple[int, Job]] = queue.Queue()
+        for item in enumerate(jobs):
+            waiting.put(item)
+        threads: list[threading.Thread] = []
+        done = False
+        try:
+            for process in self._started(min(self.most, len(jobs))):
+                rest = process, waiting, events, self.engines
+                threads.append(threading.Thread(target=_serve, args=rest))
+                threads[-1].start()
+            working = len(threads)
+            while working:
+                event = events.get()
+                if event is None:
+                    working -= 1
+                else:
+                    yield event
+            done = True
+            while not waiting.empty():
+                yield waiting.get()[0], {"failed": "no worker process is left"}
+        finally:
+            waiting.queue.clear()
+            for process in () if done else self._processes:  # some are in the middle of a job
+                process.terminate()
+            for thread in threads:
+                thread.join()
+            if not done:
+                self.close()
+
+    def _started(self, count: int) -> list[subprocess.Popen[str]]:
+        """So many that are alive."""
+        gone = [p for p in self._processes if p.poll() is not None]
+        for process in gone:
+            _close_pipes(process)
+        self._processes = [p for p in self._processes if p not in gone]
+        while len(self._processes) < count:
             process = subprocess.Popen(
                 [sys.executable, "-m", "prefed.experiments.jobs"],
                 stdin=subprocess.PIPE,
@@ -61,39 +121,49 @@ def run_jobs(jobs: list[Job], workers: int) -> Iterator[Event]:
                 text=True,
                 errors="replace",
             )
-            processes.append(process)
-            teller = threading.Thread(target=_tell, args=(process.stderr, told), daemon=True)
-            tellers.append(teller)
+            self._processes.append(process)
+            teller = threading.Thread(target=_tell, args=(process.stderr, self._told), daemon=True)
+            self._tellers.append(teller)
             teller.start()
-            threads.append(threading.Thread(target=_serve, args=(process, waiting, events)))
-            threads[-1].start()
-        while workers:
-            event = events.get()
-            if event is None:
-                workers -= 1
-            else:
-                yield event
-        while not waiting.empty():
-            yield waiting.get()[0], {"failed": "no worker process is left"}
-    finally:
-        waiting.queue.clear()
-        for process in processes:
+        return self._processes[:count]
+
+    def close(self) -> None:
+        for process in self._processes:
             process.terminate()
-        for thread in threads:
-            thread.join()
-        for process in processes:
+        for process in self._processes:
             process.wait()
-            for pipe in (process.stdin, process.stdout):
-                with suppress(OSError):
-                    pipe.close()  # type: ignore[union-attr]
-        for teller in tellers:
+            _close_pipes(process)
+        for teller in self._tellers:
             teller.join(timeout=1)  # what a tracker has started may hold the pipe open
+        self._processes, self._tellers = [], []
+
+
+def _close_pipes(process: subprocess.Popen[str]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):
+            pipe.close()  # type: ignore[union-attr]
+
+
+Many = int | Processes | None
+"""Runs at a time, one for each core if None; or the processes that run them."""
+
+
+def run_jobs(jobs: Sequence[Job], workers: Many) -> Iterator[Event]:
+    """Run the jobs side by side; events come as they happen."""
+    if isinstance(workers, Processes):
+        yield from workers.run(jobs)
+        return
+    from prefed.core.machine import cores
+
+    with Processes(workers or cores()) as processes:
+        yield from processes.run(jobs)
 
 
 def _serve(
     process: subprocess.Popen[str],
     waiting: queue.Queue[tuple[int, Job]],
     events: queue.Queue[Event | None],
+    engines: dict[str, str],
 ) -> None:
     """Hand one worker its jobs, one at a time, and pass its events on."""
     assert process.stdin is not None
@@ -105,12 +175,15 @@ def _serve(
             except queue.Empty:
                 return
             try:
-                process.stdin.write(job.to_json() + "\n")
+                process.stdin.write(job.to_json(engines.get(job.kind, "")) + "\n")
                 process.stdin.flush()
             except OSError:
                 pass  # the worker is gone: reading says so below
-            if not _relay(number, process.stdout, events):
+            last = _relay(number, process.stdout, events)
+            if last is None:
                 return  # the jobs that wait are for the others
+            if "engine" in last:
+                engines.setdefault(job.kind, last["engine"])
     finally:
         events.put(None)
 
@@ -125,8 +198,8 @@ def _tell(lines: IO[str], told: set[str]) -> None:
                 print(line, end="", file=sys.stderr, flush=True)
 
 
-def _relay(number: int, lines: IO[str], events: queue.Queue[Event | None]) -> bool:
-    """Pass on the events of one job; whether the worker is still there after it."""
+def _relay(number: int, lines: IO[str], events: queue.Queue[Event | None]) -> dict[str, Any] | None:
+    """Pass on the events of one job; the last of them, or None if the worker died."""
     for line in lines:
         try:
             event = json.loads(line)
@@ -134,9 +207,9 @@ def _relay(number: int, lines: IO[str], events: queue.Queue[Event | None]) -> bo
             break  # killed in the middle of a line
         events.put((number, event))
         if "record" not in event:
-            return True
+            return dict(event)
     events.put((number, {"failed": "its worker process died"}))
-    return False
+    return None
 
 
 def _listen(stream: IO[str]) -> queue.Queue[str]:
@@ -164,6 +237,7 @@ def _work() -> None:
     from prefed.experiments.run_directory import execute
     from prefed.experiments.trackers import Tracking
     from prefed.training.observers import Callback
+    from prefed.training.run import Run
     from prefed.training.trainer import Record
 
     class Tell(Callback):
@@ -176,13 +250,20 @@ def _work() -> None:
     while True:
         job = json.loads(jobs.get())
         folder = None if job["folder"] is None else Path(job["folder"])
+        tell = Tell()
         try:
-            callbacks: list[Callback] = [Tell()]
+            callbacks: list[Callback] = [tell]
             if about := job.get("tracking"):
                 tracking = Tracking(about["names"], Path(about["out"]), about["group"])
                 callbacks += tracking.callbacks(job["name"])
-            execute(load(job["config"]), folder, resume=True, callbacks=callbacks)
-            event: dict[str, Any] = {"done": True}
+            config = load(job["config"])
+            make = made_with(job["engine"])
+            what: Config | Run = config
+            if job["evaluate_from"] > 1:
+                what = config.make_run(make)
+                what.evaluate_from = job["evaluate_from"]
+            execute(what, folder, resume=True, callbacks=callbacks, make_trainer=make)
+            event: dict[str, Any] = {"done": True, "engine": tell.run.trainer.engine}
         except Diverged as error:
             event = {"diverged": str(error)}
         except PrefedError as error:
@@ -190,6 +271,21 @@ def _work() -> None:
         except Exception as error:  # a job that fails must not take the others with it
             event = {"failed": f"{type(error).__name__}: {error}"}
         print(json.dumps(event), file=out, flush=True)
+
+
+def made_with(engine: str) -> "MakeTrainer":
+    """Trainers that take over what "auto" has chosen for another run of the same kind."""
+    from prefed.training.engines.auto import Choice
+    from prefed.training.local_trainer import LocalTrainer
+    from prefed.training.ranks import make_trainer
+
+    def make(*parts: Any) -> "Trainer":
+        trainer = make_trainer(*parts)
+        if engine and isinstance(trainer, LocalTrainer) and trainer.settings.engine == "auto":
+            trainer.choice = Choice.parse(engine)
+        return trainer
+
+    return make
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from prefed.experiments.stored_runs import StoredRun
+from prefed.training.settings import Settings
 
 LAST = 0.1
 """A run is judged by its mean over this last share of its evaluations, so that the noise of one
@@ -30,14 +31,14 @@ class Measure:
         """Its values in the rounds that were evaluated."""
         return [value for record in run.history if (value := record.get(self.key)) is not None]
 
-    def final(self, run: StoredRun) -> float | None:
-        """What a run that has ended is judged by: the mean over the last tenth of its evaluations.
-        None if the last round has none, or one that is not finite."""
+    def final(self, run: StoredRun, share: float = LAST) -> float | None:
+        """What a run that has ended is judged by: the mean over the last tenth of its evaluations,
+        or another share of them. None if the last round has none, or one that is not finite."""
         last = run.history[-1].get(self.key) if run.history else None
         if last is None or not math.isfinite(last):
             return None
         values = self.of(run)
-        return fmean(values[-max(1, round(LAST * len(values))) :])
+        return fmean(values[-max(1, round(share * len(values))) :])
 
     def heading(self, split: str) -> str:
         """Of a column: the split that the values are of, what they are, and their unit."""
@@ -79,6 +80,16 @@ def merit(results: Sequence[float | None], by: Measure) -> tuple[bool, float]:
     A setting of which a seed diverged (None) comes after all of which none did."""
     known = [by.sign * result for result in results if result is not None]
     return len(known) == len(results), fmean(known) if known else -math.inf
+
+
+def first_scored(settings: Settings) -> int:
+    """The first round whose evaluation `Measure.final` looks at; the first of all, if something
+    else asks for evaluations."""
+    if settings.stop_when or settings.keep:
+        return 1
+    every, last = settings.evaluate_every, settings.rounds
+    evaluated: list[int] = [*range(every, last, every), last]
+    return evaluated[-max(1, round(LAST * len(evaluated)))]
 
 
 def megabytes(count: float) -> str:

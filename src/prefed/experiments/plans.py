@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from prefed.core.errors import PrefedError, RunFailed
-from prefed.core.machine import cores
 from prefed.experiments.config import Config, load
-from prefed.experiments.jobs import Job, run_jobs
+from prefed.experiments.jobs import Job, Many, run_jobs
 from prefed.experiments.run_directory import diff, read_config
 from prefed.experiments.stored_runs import StoredRun, load_run
 from prefed.experiments.trackers import Tracking
@@ -45,7 +44,7 @@ OnEvent = Callable[[Planned, dict[str, Any]], None]
 
 def run_all(
     planned: Sequence[Planned],
-    workers: int | None = None,
+    workers: Many = None,
     on_event: OnEvent = lambda p, e: None,
     tracking: Tracking | None = None,
 ) -> list[StoredRun]:
@@ -63,7 +62,7 @@ def run_all(
             waiting.append(plan)
     failures = []
     jobs = [Job(p.config.to_dict(), p.folder, tracking, p.name(tracking)) for p in waiting]
-    for number, event in run_jobs(jobs, workers or cores()) if jobs else ():
+    for number, event in run_jobs(jobs, workers) if jobs else ():
         plan = waiting[number]
         if "record" in event:
             on_event(plan, event)

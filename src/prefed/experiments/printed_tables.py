@@ -33,6 +33,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from prefed.experiments.config import load, read_plan
+from prefed.experiments.jobs import Many
 from prefed.experiments.plans import OnEvent, Planned, run_all
 from prefed.experiments.stored_runs import StoredRun
 from prefed.experiments.study import archive, slug
@@ -135,7 +136,7 @@ class TableRuns:
             planned.append(Planned(" ".join(words), config, self.folder / slug("-".join(words))))
         return Point(cell, changes, planned)
 
-    def run(self, workers: int | None, on_event: OnEvent) -> None:
+    def run(self, workers: Many, on_event: OnEvent) -> None:
         """Run what is not there yet, then archive all. The same call again goes on after a stop."""
         waiting, known = [], archive(self.folder, self.planned)
         for planned in self.planned:

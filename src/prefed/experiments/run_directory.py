@@ -11,6 +11,7 @@ privacy.jsonl        what a private run has released, a line before each release
 
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -25,10 +26,13 @@ from typing import Any, Self
 import numpy
 import tomli_w
 import torch
+from torch import Tensor
 
 from prefed import __version__
 from prefed.core.deprecated import with_new_names
 from prefed.core.errors import CannotWrite, PrefedError
+from prefed.core.machine import total_memory
+from prefed.core.parts import timed
 from prefed.core.safe_files import lock, remove_leftovers, to_json, write_whole
 from prefed.experiments import checkpoints
 from prefed.experiments.config import Config, read_toml
@@ -42,6 +46,10 @@ from prefed.training.trainer import Record
 SECONDS_BETWEEN = 10.0
 """A checkpoint is due this long after the last one, or later if writing one takes long; after every
 round if this is 0."""
+RARE = 20
+"""Times as long as it took to write one, there is none."""
+SHARE = 1 / 8
+"""Of the machine's memory: a state that is smaller is copied, and written while the run goes on."""
 
 
 def execute(
@@ -100,6 +108,9 @@ class RunDirectory(Callback):
         self.fingerprint = _fingerprint(text)
         self.seconds_between = seconds_between
         self._lock = lock(folder)
+        self._writer = checkpoints.Writer()
+        self._held: dict[str, Tensor] = {}
+        """The state that is being written, in memory of its own, which is used again."""
         self._due = 0.0
         self._saved: int | None = None
         """The round of the newest checkpoint that this process has written or read."""
@@ -148,6 +159,7 @@ class RunDirectory(Callback):
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._writer.close()
         self._lock.close()
 
     def restore(self, run: Run) -> None:
@@ -191,8 +203,10 @@ class RunDirectory(Callback):
 
     def on_round(self, record: Record) -> None:
         self._append(record)
+        with self._writing():
+            self._writer.check()
         if time.monotonic() >= self._due:
-            self._checkpoint()
+            self._begin_checkpoint()
 
     def on_end(self, result: Result) -> None:
         """The final weights under the model's own names, buffers and frozen parameters too."""
@@ -220,34 +234,67 @@ class RunDirectory(Callback):
                 f"there are complete; free some disk space and continue with --resume"
             ) from error
 
+    @timed("records")
     def _append(self, record: Record) -> None:
         line = to_json(record)
         with self._writing(), open(self.folder / "rounds.jsonl", "a") as file:
             file.write(line + "\n")
         self._written += 1
 
+    @timed("checkpoints")
     def _checkpoint(self) -> None:
-        self._save_state()
-        best = self.run.best.round if self.run.best is not None else 0
-        if best != self._saved_best:
-            with self._writing():
-                write_model(self.folder / "best.safetensors", self.run.model(best=True))
-            self._saved_best = best
+        """Save the state as it is now, and the best model if there is a better one."""
+        self._begin_checkpoint()
+        self._wait()
 
-    def _save_state(self) -> None:
-        run = self.run
-        if run.server.round == self._saved:
-            return
-        start = time.monotonic()
-        tensors = {name: value.cpu() for name, value in run.snapshot().items()}
-        lines = (self.folder / "rounds.jsonl").read_text()
-        saved = checkpoints.Checkpoint(run.server.round, tensors, lines, run.trainer.engine)
+    def _wait(self) -> None:
+        """Until all is written. Who holds what checkpoints name hears of it in this thread."""
         with self._writing():
-            checkpoints.save(self.folder / "checkpoints", self.fingerprint, saved)
-        self._saved = saved.round
-        run.trainer.saved(saved.round)
-        now, between = time.monotonic(), self.seconds_between
-        self._due = now + (max(between, 20 * (now - start)) if between else 0)
+            self._writer.wait()
+        if self._saved is not None:
+            self.run.trainer.saved(self._saved)
+
+    @timed("checkpoints")
+    def _begin_checkpoint(self) -> None:
+        """The same, written by a thread while the run goes on, after one that still is. What is too
+        large to be copied is written here."""
+        run, start = self.run, time.monotonic()
+        self._wait()
+        best = run.best.round if run.best is not None else 0
+        model = run.model(best=True) if best != self._saved_best else None
+        saved, is_small = None, True
+        if run.server.round != self._saved:
+            lines, state = (self.folder / "rounds.jsonl").read_text(), run.snapshot()
+            is_small = sum(value.nbytes for value in state.values()) < SHARE * total_memory()
+            tensors = self._copied(state) if is_small else {n: v.cpu() for n, v in state.items()}
+            saved = checkpoints.Checkpoint(run.server.round, tensors, lines, run.trainer.engine)
+
+        def write() -> None:
+            if saved is not None:
+                checkpoints.save(self.folder / "checkpoints", self.fingerprint, saved)
+                self._saved = saved.round
+                now, between = time.monotonic(), self.seconds_between
+                self._due = now + (max(between, RARE * (now - start)) if between else 0)
+            if model is not None:
+                write_model(self.folder / "best.safetensors", model)
+                self._saved_best = best
+
+        if saved is not None or model is not None:
+            self._due = math.inf if self.seconds_between else 0.0  # until it is written
+            self._writer.start(write)
+        if not is_small:
+            self._wait()
+
+    def _copied(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the next rounds will not change. Memory that was written to before is several times
+        faster than new memory."""
+        held, self._held = self._held, {}
+        for name, value in state.items():
+            like = held.get(name)
+            if like is None or like.shape != value.shape or like.dtype != value.dtype:
+                like = torch.empty_like(value, device="cpu", memory_format=torch.contiguous_format)
+            self._held[name] = like.copy_(value)
+        return self._held
 
 
 def read_config(folder: Path) -> dict[str, Any]:

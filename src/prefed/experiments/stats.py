@@ -27,11 +27,11 @@ def bootstrap_interval(
 def student(freedom: int, level: float = 0.95) -> float:
     """The two-sided quantile of Student's t distribution: P(|T| <= student) = level."""
     try:
-        from scipy.stats import t
+        from scipy.special import stdtrit  # scipy.stats takes a second to import
     except ImportError:
         raise PrefedError("Student's t needs SciPy: pip install 'prefed[stats]'") from None
     # Versions of SciPy may differ in the last bits; tables and their tests should not.
-    return round(float(t.ppf((1 + level) / 2, freedom)), 9)
+    return round(float(stdtrit(freedom, (1 + level) / 2)), 9)
 
 
 def student_interval(values: Sequence[float]) -> tuple[float, float]:

@@ -36,17 +36,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, PrivateAttr, model_validator
 
 from prefed.algorithms import ALGORITHMS
 from prefed.core.deprecated import with_new_names
 from prefed.core.errors import PrefedError, RunFailed, did_you_mean
-from prefed.core.machine import cores
 from prefed.core.safe_files import lock, read_whole, write_whole
 from prefed.experiments.config import Config, assign, load, read_plan
 from prefed.experiments.config import read as read_config
-from prefed.experiments.jobs import Job, run_jobs
-from prefed.experiments.measures import ACCURACY, measure, merit
+from prefed.experiments.jobs import Job, Many, run_jobs
+from prefed.experiments.measures import ACCURACY, LAST, first_scored, measure, merit
 from prefed.experiments.plans import OnEvent, Planned, run_all
 from prefed.experiments.stored_runs import StoredRun, load_archive, write_archive
 from prefed.experiments.sweep import on_edge
@@ -111,6 +110,8 @@ class Study(BaseModel):
     """Algorithms that are compared with the options that the config has tuned for them."""
     variants: dict[str, Variant] = {}
     """More lines of the table, by label."""
+    _known: dict[tuple[str, ...], Point] = PrivateAttr(default_factory=dict)
+    """Configs by what was changed in them: many points have one in common."""
 
     @model_validator(mode="after")
     def _is_fair(self) -> "Study":
@@ -140,8 +141,10 @@ class Study(BaseModel):
 
     def make_config(self, algorithm: str, like: str, options: Point, *changes: str) -> Config:
         """A config with the options tuned for `like`, overridden by `options`."""
-        given = [f"algorithm={like}", "device=cpu", *self.set, *changes]
-        whole = load(self.config, given).to_dict()
+        given = (f"algorithm={like}", "device=cpu", "workers=1", *self.set, *changes)
+        if given not in self._known:
+            self._known[given] = load(self.config, given).to_dict()
+        whole = copy.deepcopy(self._known[given])
         whole["algorithm"] = merged(whole["algorithm"], {**options, "name": algorithm})
         return load(whole)
 
@@ -177,11 +180,17 @@ class StudyRuns:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.scores = self._read_scores()
         self.archived = load_archive(self.folder)
+        self._tuning: list[tuple[str, Planned]] | None = None
 
     # ------------------------------------------------------------------------------- tuning
 
-    def tuning(self) -> Iterator[tuple[str, Planned]]:
+    def tuning(self) -> list[tuple[str, Planned]]:
         """Every tuning run with its key."""
+        if self._tuning is None:
+            self._tuning = [*self._plan_tuning()]
+        return self._tuning
+
+    def _plan_tuning(self) -> Iterator[tuple[str, Planned]]:
         study = self.study
         changes = [f"data.validation={study.tuning.validation}"]
         if study.tuning.rounds:
@@ -192,7 +201,7 @@ class StudyRuns:
                 title = key(name, point, seed)
                 yield title, Planned(f"tuning {title}", config, self.folder)
 
-    def tune(self, workers: int | None, on_event: OnEvent) -> None:
+    def tune(self, workers: Many, on_event: OnEvent) -> None:
         """Run the points that have no score yet. Each score is written as soon as it is known."""
         waiting = []
         for title, planned in self.tuning():
@@ -201,11 +210,13 @@ class StudyRuns:
             else:
                 waiting.append((title, planned))
         histories: dict[int, list[dict[str, Any]]] = {}
+        tracked = self.tracking is not None and bool(self.tracking.names)
+        firsts = [1 if tracked else first_scored(planned.config) for _, planned in waiting]
         jobs = [
-            Job(planned.config.to_dict(), None, self.tracking, slug(planned.title))
-            for _, planned in waiting
+            Job(planned.config.to_dict(), None, self.tracking, slug(planned.title), first)
+            for (_, planned), first in zip(waiting, firsts, strict=True)
         ]
-        for number, event in run_jobs(jobs, workers or cores()) if jobs else ():
+        for number, event in run_jobs(jobs, workers) if jobs else ():
             title, planned = waiting[number]
             if "record" in event:
                 histories.setdefault(number, []).append(event["record"])
@@ -215,7 +226,8 @@ class StudyRuns:
                 raise RunFailed(f"{planned.title}: {event['failed']}")
             run = StoredRun(self.folder, planned.config.to_dict(), histories.pop(number, []))
             by = measure([run])
-            final = by.final(run) if "done" in event else None
+            share = LAST if firsts[number] == 1 else 1.0  # it has no evaluation before
+            final = by.final(run, share) if "done" in event else None
             self.scores[title] = None if final is None else by.sign * final
             text = json.dumps({"config": self._base(), "scores": self.scores}, indent=0)
             write_whole(self.folder / "tuning.json", text + "\n")
@@ -296,7 +308,7 @@ class StudyRuns:
                 folder = self.folder / f"{slug(label)}-seed{seed}"
                 yield label, Planned(f"{label} seed {seed}", config, folder)
 
-    def compare(self, workers: int | None, on_event: OnEvent) -> None:
+    def compare(self, workers: Many, on_event: OnEvent) -> None:
         """Run what is not there yet, then archive all."""
         waiting = []
         for _, planned in self.comparison():
@@ -314,10 +326,11 @@ class StudyRuns:
     def _archive(self) -> None:
         self.archived = archive(self.folder, [planned for _, planned in self.comparison()])
 
-    def total(self) -> int:
-        """The number of runs of tuning and comparison together."""
+    def rounds(self) -> list[int]:
+        """The rounds of each run of tuning and comparison together."""
         lines = len(self.study.compared()) * self.study.seeds
-        return lines + sum(1 for _ in self.tuning())
+        whole = load(self.study.config, self.study.set).rounds
+        return [plan.config.rounds for _, plan in self.tuning()] + [whole] * lines
 
     def runs(self) -> Runs:
         found: Runs = {}

@@ -11,6 +11,7 @@ import numpy as np
 
 from prefed.core.errors import PrefedError
 from prefed.experiments.config import load
+from prefed.experiments.jobs import Many
 from prefed.experiments.measures import measure
 from prefed.experiments.plans import OnEvent, Planned, run_all
 from prefed.experiments.ranking import Group, flatten, group
@@ -109,7 +110,7 @@ def sweep(
     suggest: Suggest,
     seeds: int,
     out: Path,
-    workers: int | None = None,
+    workers: Many = None,
     on_event: OnEvent = lambda planned, event: None,
     tracking: Tracking | None = None,
 ) -> list[Scored]:
@@ -161,7 +162,7 @@ def evaluate_best(
     best: Scored,
     seeds: int,
     out: Path,
-    workers: int | None = None,
+    workers: Many = None,
     on_event: OnEvent = lambda planned, event: None,
     tracking: Tracking | None = None,
 ) -> list[StoredRun]:

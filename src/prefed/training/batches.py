@@ -10,6 +10,7 @@ from torch import Tensor
 
 from prefed.core import batch, draws
 from prefed.core.batch import Inputs
+from prefed.core.parts import timed
 from prefed.data.federated import Augment, FederatedData
 from prefed.data.samples import LazySamples, Samples
 from prefed.training.settings import Settings
@@ -90,6 +91,7 @@ class Batches:
     def __len__(self) -> int:
         return len(self.parts)
 
+    @timed("batches")
     def __getitem__(self, k: int) -> tuple[Inputs, Tensor]:
         if k not in self.steps:
             self._gather(k)

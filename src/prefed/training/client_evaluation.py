@@ -19,6 +19,7 @@ from prefed.core import batch, draws
 from prefed.core.batch import Inputs
 from prefed.core.errors import PrefedError
 from prefed.core.losses import WITH_CLASSES, are_labels, count_correct, ignored_label, is_one_of
+from prefed.core.parts import timed
 from prefed.data.samples import Samples
 from prefed.training.engines.auto import Choice
 from prefed.training.engines.engine import Engine
@@ -74,6 +75,7 @@ class ClientEvaluation:
         self.labelled |= scores[some][1] is not None
         return self._record([some], scores)
 
+    @timed("evaluation")
     def evaluate(self) -> Record:
         clients = self.choose()
         scores = self.run.trainer.scores(self, clients)

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
+from prefed.core.parts import timed
 from prefed.core.schedule import at
 from prefed.training.round import Server
 
@@ -18,6 +19,7 @@ class CollapseWarning(UserWarning):
     """An adaptive server rule has become SGD."""
 
 
+@timed("diagnostics")
 def diagnose(algorithm: Algorithm, server: Server, round: int) -> dict[str, float]:
     """For adaptive rules: the share of coordinates with sqrt(P) > tau, and the median of
     lr / (sqrt(P) + tau). Empty for others."""

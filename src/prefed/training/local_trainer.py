@@ -13,6 +13,7 @@ from torch import Tensor
 from prefed.algorithms import Algorithm
 from prefed.core.errors import PrefedError
 from prefed.core.memory import Memory, all_finite
+from prefed.core.parts import timed
 from prefed.data import FederatedData
 from prefed.rules import State
 from prefed.training.attackers import Attackers, Moments
@@ -71,6 +72,7 @@ class LocalTrainer(Trainer):
     def engine(self) -> str:  # type: ignore[override]
         return str(self.choice or "")
 
+    @timed("engine choice")
     def prepare(self, run: "Run") -> None:
         """Choose the engine, and build it."""
         cohort = run.draw_cohort() or [0]  # a random size may be none
@@ -100,6 +102,7 @@ class LocalTrainer(Trainer):
         parts = self.task, self.data, self.settings, self.algorithm
         return choose(*parts, server, cohort, self.kept)
 
+    @timed("training, the rest")
     def train(self, server: Server, clients: list[int]) -> Arrived:
         arrived = self._train(server, clients)
         if arrived.is_finite or self.settings.on_divergence == "stop":

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from prefed.core.memory import Memory
+from prefed.core.parts import timed
 from prefed.rules import State
 
 
@@ -57,6 +58,7 @@ class Mean:
         part.values = {n: self._memory.copy(value, weight) for n, value in part.values.items()}
         part.copied = True
 
+    @timed("mean")
     def add_block(
         self, first: int, values: dict[str, Tensor], weights: list[float], losses: list[float]
     ) -> None:
@@ -114,6 +116,7 @@ class Mean:
             self._copy(part)
         self._parts[part.level, part.index] = part
 
+    @timed("mean")
     def result(self) -> tuple[dict[str, Tensor], float]:
         """The mean of the values, and of the losses."""
         total, *rest = sorted(self._parts.values(), key=place, reverse=True)

@@ -19,6 +19,7 @@ from prefed.codecs.interface import Blockwise
 from prefed.core import draws
 from prefed.core.errors import PrefedError
 from prefed.core.layout import Layout
+from prefed.core.parts import timed
 from prefed.rules import State
 from prefed.training.round import LOCAL_STEPS, LOST, Kept, Server, Update, codec_of
 
@@ -26,6 +27,7 @@ Message = dict[str, Parts]
 """For each value that is sent, the parts its codec makes of it, with a row for each client."""
 
 
+@timed("codecs")
 def upload(
     algorithm: Algorithm,
     server: Server,
@@ -43,6 +45,7 @@ def upload(
     return message, stays
 
 
+@timed("codecs")
 def receive(algorithm: Algorithm, server: Server, message: Message) -> State:
     """The values, with a row for each client. The message may come from anywhere. What is averaged
     is `Algorithm.before_mean` of them."""

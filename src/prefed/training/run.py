@@ -16,6 +16,7 @@ from prefed.core.errors import Diverged, Interrupted, PrefedError
 from prefed.core.losses import by_targets, ignored_label, is_one_of, squared_error
 from prefed.core.machine import threads_for, torch_threads
 from prefed.core.memory import all_finite
+from prefed.core.parts import timed
 from prefed.core.schedule import at
 from prefed.data import FederatedData
 from prefed.training.attackers import Attackers
@@ -65,6 +66,7 @@ class Run:
     config        the table that it was made from, if there is one
     """
 
+    @timed("checks")
     def __init__(
         self,
         algorithm: Algorithm,
@@ -116,7 +118,7 @@ class Run:
         self._evaluation_threads = threads_for(
             self.task.evaluation_batch * self.task.operations(data)
         )
-        self.trainer = make_trainer(algorithm, self.task, self.data, settings)
+        self.trainer = make_trainer(algorithm, self.task, self.data, settings.with_workers())
         if settings.asynchronous is not None and not self.trainer.is_asynchronous:
             raise PrefedError(
                 "asynchronous: is for simulations in one process, not for several ranks (torchrun) "
@@ -139,6 +141,8 @@ class Run:
         self.is_whole = True
         """The state is that between two rounds; not while the server steps, or after a step
         that overflowed."""
+        self.evaluate_from = 0
+        """Rounds before this one are not evaluated: nobody asks for it."""
         self.stopped_by: BaseException | None = None
         """Why the run ended before its last round."""
         self._is_prepared = self._stop_wanted = False
@@ -420,11 +424,13 @@ class Run:
         kinds = {"all": (self.settings.evaluate_every, self.evaluate)}
         if (clients := self.client_evaluation) is not None:
             kinds["clients"] = (clients.every, clients.evaluate)
-        due = [k for k, (every, _) in kinds.items() if is_last or not self.server.round % every]
+        round, late = self.server.round, self.server.round >= self.evaluate_from
+        due = [k for k, (every, _) in kinds.items() if is_last or (late and not round % every)]
         for kind in due:
             record |= kinds[kind][1]() if kind not in done else {}
         return due
 
+    @timed("evaluation")
     def evaluate(self) -> Record:
         """Loss of the global model on the test set, accuracy if there are labels, and metrics."""
         if self.data.test is None:

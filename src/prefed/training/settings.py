@@ -9,6 +9,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    NonNegativeInt,
     PositiveInt,
     Tag,
     field_serializer,
@@ -17,6 +18,7 @@ from pydantic import (
 )
 
 from prefed.core.deprecated import with_new_names
+from prefed.core.machine import usable_threads
 from prefed.core.plain import plain
 from prefed.training import metrics
 from prefed.training.asynchronous import Asynchronous
@@ -80,8 +82,10 @@ class Settings(BaseModel):
     engine: str = "auto"
     """How clients are computed: "sequential", "vectorised", "compiled", or "auto", which measures
     and chooses."""
-    workers: PositiveInt = 1
-    """Threads that train clients side by side; "auto" may use as many as torch does."""
+    workers: NonNegativeInt = 1
+    """Threads that train clients side by side; "cores": as many as torch uses, if there are so many
+    cores (one in each process of a comparison or study), to the same bits on any number. With the
+    engine "auto", 1 may become as many, too."""
     device: str = "auto"
     """"auto", "cpu", "cuda" (or "cuda:1", ...) or "mps"."""
     channels_last: bool = False
@@ -164,6 +168,15 @@ class Settings(BaseModel):
     def _from_word(cls, value: Any) -> Any:
         return None if value in ("all", "full") else value
 
+    @field_validator("workers", mode="before")
+    @classmethod
+    def _from_cores(cls, value: Any) -> Any:
+        return 0 if value == "cores" else value
+
+    @field_serializer("workers")
+    def _cores_in_words(self, given: int) -> int | str:
+        return given or "cores"
+
     @field_validator("metrics", mode="plain")
     @classmethod
     def _check_metrics(cls, given: Any) -> Any:
@@ -205,6 +218,10 @@ class Settings(BaseModel):
     def with_steps(self, steps: int) -> Self:
         """The same with so many local steps for each client."""
         return self.model_copy(update={"local_steps": steps, "local_epochs": None})
+
+    def with_workers(self) -> Self:
+        """The same with a number of workers, for this machine."""
+        return self if self.workers else self.model_copy(update={"workers": usable_threads()})
 
     def weight(self, client: int, samples: int) -> float:
         """The weight of a client with this number of samples in every mean over the cohort."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from prefed.algorithms import Algorithm
 from prefed.core import batch
+from prefed.core.parts import timed
 from prefed.data import FederatedData
 from prefed.rules import Field
 from prefed.rules.rule import Other
@@ -66,6 +67,7 @@ class SequentialBlock(Block):
         shares = [weight(c, len(s)) for c, s in zip(clients, samples, strict=True)]
         self.shares = self.weights.new_tensor(shares) / sum(shares)
 
+    @timed("forward and backward")
     def differentiate(self, k: int) -> Tensor:
         flat, losses = self.task.flat, []
         for row, batches in enumerate(self.batches):

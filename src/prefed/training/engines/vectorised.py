@@ -19,6 +19,7 @@ from prefed.core import batch
 from prefed.core.batch import Inputs
 from prefed.core.losses import WITH_CLASSES, are_labels, ignored_label
 from prefed.core.machine import total_memory
+from prefed.core.parts import timed
 from prefed.data import FederatedData
 from prefed.rules import Field
 from prefed.rules.rule import Other
@@ -213,6 +214,7 @@ class VectorisedBlock(Block):
             for part in stack.batches(k):
                 yield stack, *part
 
+    @timed("forward and backward")
     def differentiate(self, k: int) -> Tensor:
         key, losses = self.keys(k), self.weights.new_empty(len(self.clients))
         for stack, rows, x, y in self.batches(k):
