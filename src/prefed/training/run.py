@@ -97,9 +97,8 @@ class Run:
         self.algorithm, self.data, self.settings = algorithm, data, settings
         device = choose_device(settings.device)
         kind = settings.channels_last, settings.precision
-        self.task = Task(
-            model, loss, data, device, *kind, algorithm.personal, micro_batch=settings.micro_batch
-        )
+        parts = {"micro_batch": settings.micro_batch, "frozen": algorithm.frozen}
+        self.task = Task(model, loss, data, device, *kind, algorithm.personal, **parts)
         flat = self.task.flat
         with torch_threads(1):
             self.task.check(data)

@@ -142,6 +142,8 @@ class CompiledBlock(VectorisedBlock):
                 stacklevel=2,
             )
             return False
+        if algorithm.state_dtype != "weights":
+            return False  # random numbers come from NumPy
         return self.group is not None and self.engine.simple(self.group, self.group.y)
 
     @property
