@@ -4,6 +4,7 @@ dict batches, parameter groups, accumulated gradients and a frozen base, paramet
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from prefed.core import draws
+from prefed.models.lora import lora
 from tests.helpers.sentences import CLASSES, WORDS, texts
 
 ROUNDS, STEPS, BATCH, MICRO = 3, 3, 5, 2
@@ -56,6 +58,34 @@ def classifier(inputs: Any, classes: int) -> nn.Module:
     """By name in a config."""
     assert classes == CLASSES
     return adapted()
+
+
+class Attentive(nn.Module):
+    """One head of attention over the words that the mask shows. Unlike BERT it does not look at
+    the numbers in its mask before it decides what to compute, so vmap can run it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 6)
+        self.query, self.value = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        h = self.words(input_ids)
+        scores = (self.query(h) @ h.mT).masked_fill(attention_mask.unsqueeze(1) == 0, -1e9)
+        mixed = h + scores.softmax(-1) @ self.value(h)
+        mask = attention_mask.unsqueeze(-1).to(h.dtype)
+        mean = (mixed.tanh() * mask).sum(1) / mask.sum(1)
+        return SimpleNamespace(logits=self.head(mean))
+
+
+def attentive(seed: int = 0) -> nn.Module:
+    """The same with prefed's own adapters; its last layer trains as well."""
+    torch.manual_seed(seed)
+    name = {"name": "tests.helpers.adapters:Attentive"}
+    model = lora(None, CLASSES, name, targets=("query", "value"), rank=2, alpha=4)
+    model.get_submodule("head").requires_grad_()
+    return model
 
 
 Client = tuple[list[Tensor], Tensor]
