@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> prefed.Result:
     algorithm = prefed.PreFed(
         client_lr=prefed.schedule.warmup(0.003, steps=20, local_steps=10),
         tau=1e-6,
-        frozen=["*lora_A*"] if given.freeze_a else [],
+        freeze=["*lora_A*"] if given.freeze_a else [],
     )
     result = prefed.simulate(
         algorithm,

@@ -15,7 +15,7 @@ from tests.helpers.federation import Federation, config_of, simulated, told_by_a
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("more", [{}, {"frozen": ["*lora_A*"]}, {"state_dtype": "bfloat16"}])
+@pytest.mark.parametrize("more", [{}, {"freeze": ["*lora_A*"]}, {"state_dtype": "bfloat16"}])
 def test_a_deployed_config_has_the_bits_of_simulation(more: dict[str, Any], tmp_path: Path) -> None:
     schedule = {"schedule": "warmup", "steps": 5, "then": 0.02}
     config = config_of(
@@ -30,7 +30,7 @@ def test_a_deployed_config_has_the_bits_of_simulation(more: dict[str, Any], tmp_
         assert told_by_all(ours) == told_by_all(theirs)
 
 
-@pytest.mark.parametrize("option", [{"frozen": ("a",)}, {"state_dtype": "bfloat16"}])
+@pytest.mark.parametrize("option", [{"freeze": ("a",)}, {"state_dtype": "bfloat16"}])
 def test_what_an_app_of_ones_own_cannot_know(option: dict[str, Any]) -> None:
     with pytest.raises(PrefedError, match=f"{next(iter(option))}: .* prefed deploy"):
         prefed.flower.PreFed(client_lr=0.01, **option)

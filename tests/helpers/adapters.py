@@ -113,18 +113,19 @@ def by_hand(model: nn.Module, of: list[Client], frozen: str = "nothing") -> nn.M
     """PreFed with groups: w, m and P averaged after each round."""
     server = copy.deepcopy(model).train()
     names = [n for n, p in server.named_parameters() if p.requires_grad and frozen not in n]
-    weights = dict(server.named_parameters())
+    weights: dict[str, Tensor] = dict(server.named_parameters())
     m, P = ({n: torch.zeros_like(weights[n]) for n in names} for _ in range(2))
     for round in range(ROUNDS):
         ended = []
         for client, (rows, y) in enumerate(of):
-            own, own_m, own_P = (copy.deepcopy(part) for part in (server, m, P))
+            own, own_m, own_P = copy.deepcopy(server), copy.deepcopy(m), copy.deepcopy(P)
             drawn = draws.batches(0, round, client, len(rows), STEPS * BATCH).tolist()
             for k in range(STEPS):
                 accumulate(own, rows, y, drawn[k * BATCH : (k + 1) * BATCH])
                 for name in names:
                     step(name, own.get_parameter(name), own_m[name], own_P[name])
-            ended.append((dict(own.named_parameters()), own_m, own_P))
+            trained: dict[str, Tensor] = dict(own.named_parameters())
+            ended.append((trained, own_m, own_P))
         with torch.no_grad():
             for name in names:
                 for into, which in ((weights, 0), (m, 1), (P, 2)):

@@ -86,7 +86,8 @@ def main(out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    mesh, found = init_device_mesh("cpu", (size,)), {}
+    mesh = init_device_mesh("cpu", (size,))
+    found: dict[str, Tensor] = {}
     for way, make in WAYS.items():
         module = model()
         for layer in module:  # type: ignore[attr-defined]

@@ -109,7 +109,7 @@ def test_it_equals_numpy(engine: str, workers: int) -> None:
 
 def test_after_a_resume_and_where_clients_take_unequally_many_steps(tmp_path: Path) -> None:
     data = prefed.FederatedData(clients())
-    settings = {"local_epochs": 2, "batch_size": 2, "rounds": 3}
+    settings: dict[str, Any] = {"local_epochs": 2, "batch_size": 2, "rounds": 3}
     algorithm = prefed.LocalAdam(client_lr=0.01, state="keep", state_dtype="bfloat16")
     one, block = (
         prefed.simulate(algorithm, model(), data, engine=e, **settings)

@@ -24,7 +24,7 @@ from prefed.rules.grouped import Groups
 ALGORITHMS: "Registry[type[Algorithm]]" = Registry("algorithm", "prefed.algorithms")
 
 LATER = (
-    "decoupled_weight_decay", "align", "align_form", "state_dtype", "groups", "frozen",
+    "decoupled_weight_decay", "align", "align_form", "state_dtype", "groups", "freeze",
     "tau_relative", "P",
 )  # fmt: skip
 
@@ -80,7 +80,7 @@ class Algorithm(BaseModel):
     """Parameters that stay with each client, by name or pattern such as "head.*"; "@norm" stands
     for those of normalisation layers, "@last" for those of the last layer."""
 
-    frozen: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = ()
     """Parameters that stay as they are and are never sent, by name or pattern: "*lora_A*" makes
     LoRA's mean exact (FFA-LoRA)."""
 

@@ -30,13 +30,13 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
         matching = [name for name in trained if fnmatchcase(name, pattern)]
         if not matching:
             raise PrefedError(
-                f"frozen: {pattern!r} names no parameter of the model that is trained; "
+                f"freeze: {pattern!r} names no parameter of the model that is trained; "
                 f"it has {', '.join(trained)}"
             )
         for name in matching:
             trained[name].requires_grad_(False).grad = None
     if trained and not any(p.requires_grad for p in trained.values()):
-        raise PrefedError("frozen: all parameters would stay as they are; leave some to train")
+        raise PrefedError("freeze: all parameters would stay as they are; leave some to train")
 
 
 def personal_names(module: nn.Module, patterns: Sequence[str]) -> list[str]:

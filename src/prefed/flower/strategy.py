@@ -159,9 +159,9 @@ class Strategy(FlowerStrategy):
                 f"{type(algorithm).__name__}.state_dtype: its random numbers have the run's seed, "
                 f"which a Flower app of one's own does not know: prefed deploy"
             )
-        if algorithm.frozen:
+        if algorithm.freeze:
             raise PrefedError(
-                f"{type(algorithm).__name__}.frozen: the model of a Flower app of one's own is its "
+                f"{type(algorithm).__name__}.freeze: the model of a Flower app of one's own is its "
                 f"own: set requires_grad to False there, or take prefed deploy"
             )
         codecs = {algorithm.upload, *(policy.codec for policy in algorithm.sharing().values())}
