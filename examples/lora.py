@@ -97,7 +97,11 @@ def main(arguments: list[str] | None = None) -> prefed.Result:
     data = federated(given.data.read_text() if given.data else LINES, tokens, given.length)
     torch.manual_seed(1)
     lora = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=given.rank, lora_alpha=2 * given.rank, target_modules="all-linear"
+        task_type="CAUSAL_LM",
+        r=given.rank,
+        lora_alpha=2 * given.rank,
+        target_modules="all-linear",
+        fan_in_fan_out=model.config.model_type == "gpt2",  # whose layers have weights (in, out)
     )
     model = peft.get_peft_model(model, lora)
 
