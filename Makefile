@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 READY_RUN := $(VENV)/.ready-run
 READY := $(VENV)/.ready
 SEVEN := fedavg,fedadagrad,fedadam,fedyogi,adaalter,prefed,prefedopt
-STUDIES := digits-noniid digits-autoencoder synthetic upload-digits cifar10-noniid cifar10-iid upload-cifar10 shakespeare cifar10-autoencoder
+STUDIES := digits-noniid digits-autoencoder synthetic upload-digits cifar10-noniid cifar10-iid upload-cifar10 shakespeare cifar10-autoencoder cifar10-vit shakespeare-gpt shakespeare-lora
 
 # Compiled modules are kept: tests start many processes.
 unexport PYTHONDONTWRITEBYTECODE

@@ -1,4 +1,4 @@
-"""The paper's claims against what the studies measured: docs/results/claims.md.
+"""The paper's claims, and a few others, against what the studies measured: docs/results/claims.md.
 
     python scripts/claims.py
 
@@ -19,6 +19,9 @@ from typing import Any
 from prefed.core.safe_files import write_whole
 from prefed.experiments.stats import student_interval
 
+ATTENTION = ("cifar10-vit", "shakespeare-gpt", "shakespeare-lora")
+"""Studies of transformers."""
+
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 
@@ -29,6 +32,8 @@ class Claim:
     worse: str
     of: str = "values"
     """What is compared: "values" (accuracy or loss at the end), or "jumps" (fewer are better)."""
+    studies: tuple[str, ...] = ()
+    """Those that it is about, if not all."""
 
 
 CLAIMS = [
@@ -48,7 +53,15 @@ CLAIMS = [
     Claim("(not in the paper) PreFedLite beats PreFed", "PreFedLite", "PreFed"),
     Claim("a moving average beats AdaGrad's sum, on the clients", "LocalAdam", "AdaAlter"),
     Claim("... on the server", "FedAdam", "FedAdagrad"),
-]
+    *(
+        Claim(f"(not in the paper) adaptive clients win on attention models: {ours}, not {theirs}",
+              ours, theirs, studies=ATTENTION)
+        for ours in ("PreFed", "LocalAdam", "FedAdamW")
+        for theirs in ("FedAvg", "FedAvgM", "FedAdam", "PreFedOpt")
+    ),
+    Claim("(not in the paper) LoRA: training A as well pays", "PreFed", "PreFed, A frozen"),
+    Claim("... for FedAvg", "FedAvg", "FedAvg, A frozen"),
+]  # fmt: skip
 
 
 def main() -> None:
@@ -62,6 +75,8 @@ def text() -> str:
     for claim in CLAIMS:
         seen = set()  # studies of one config share their runs
         for name, study in studies.items():
+            if claim.studies and name not in claim.studies:
+                continue
             if study["config"] not in seen and (row := judged(claim, study)) is not None:
                 lines.append(f"| {claim.says} | {name} | {row} |")
                 seen.add(study["config"])

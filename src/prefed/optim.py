@@ -15,7 +15,8 @@ class Covariance(torch.optim.Optimizer):
     w -= lr * m / (sqrt(P) + tau).
 
     The state of each parameter holds `m` and `P` (and, with bias_correction=True, the numbers
-    `m_mass` and `P_mass`). weight_decay adds weight_decay * w to the gradient.
+    `m_mass` and `P_mass`). weight_decay adds weight_decay * w to the gradient. Of parameters that
+    torch's fully_shard has cut, each rank steps its own shards.
     """
 
     def __init__(
@@ -81,7 +82,16 @@ class Covariance(torch.optim.Optimizer):
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state |= {name: torch.zeros_like(parameter) for name in ("m", "P")}
-            state |= {name: field.new(parameter) for name, field in rule.masses().items()}
+            masses = rule.masses().items()
+            state |= {name: field.new(_local(parameter)) for name, field in masses}
         if weight_decay:
             gradient = gradient.add(parameter, alpha=weight_decay)
-        rule.step(parameter, gradient, state, lr, 0)
+        own = {name: _local(value) for name, value in state.items()}
+        rule.step(_local(parameter), _local(gradient), own, lr, 0)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a parameter in shards (FSDP2): each coordinate goes its own way, so a
+    step needs no more."""
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found

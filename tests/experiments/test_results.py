@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import shutil
@@ -71,3 +72,25 @@ def test_every_study_of_the_docs_has_its_numbers() -> None:
                 assert table.exists()
                 if table.stem != "claims":
                     assert json.loads(table.with_suffix(".json").read_text())["lines"]
+
+
+def test_a_claim_about_some_studies_is_judged_by_these(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    claims = importlib.import_module("claims")
+    monkeypatch.setattr(claims, "RESULTS", tmp_path)
+    for name in ("cifar10-vit", "digits-iid"):
+        lines = [
+            {"label": label, "measure": "test_accuracy", "values": {"0": v, "1": v + 0.1, "2": v},
+             "jumps": {"0": 1.0, "1": 1.0, "2": 1.0}}
+            for label, v in (("PreFed", 50.0), ("FedAvg", 40.0), ("FedAdam", 60.0))
+        ]  # fmt: skip
+        text = json.dumps({"config": name, "lines": lines, "tuned": {}})
+        (tmp_path / f"{name}.json").write_text(text)
+    rows = [line for line in claims.text().splitlines() if "attention" in line]
+    assert [row.split(" | ")[1] for row in rows] == ["cifar10-vit"] * 2
+    assert "PreFed, not FedAvg" in rows[0]
+    assert rows[0].endswith("| holds |")
+    assert "PreFed, not FedAdam" in rows[1]
+    assert rows[1].endswith("| does not hold |")

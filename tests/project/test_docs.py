@@ -22,7 +22,7 @@ SMALL = ["--set", "rounds=3", "--set", "local_steps=2", "--set", "model.hidden=[
 SMALL += ["--set", "data.split.clients=8", "--set", "clients_per_round=4"]
 PAGES: list[Any] = ["README.md", "docs/tour.md", "docs/own-algorithm.md", "docs/upload.md"]
 PAGES += ["docs/data.md", "docs/python.md", "docs/results.md", "docs/devices.md"]
-PAGES += ["docs/privacy.md"]
+PAGES += ["docs/privacy.md", "docs/transformers.md"]
 PAGES += [pytest.param(f"docs/{p}.md", marks=pytest.mark.slow) for p in ("experiments", "theory")]
 
 

@@ -17,7 +17,9 @@ from tests.helpers import ROOT
 from tests.helpers.ranks import weights, wide_weights
 
 
-def start(size: int, out: Path, **more: str) -> list[subprocess.Popen[str]]:
+def start(
+    size: int, out: Path, module: str = "tests.helpers.ranks", **more: str
+) -> list[subprocess.Popen[str]]:
     """What torchrun does: a process a rank, told where to meet."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -26,7 +28,7 @@ def start(size: int, out: Path, **more: str) -> list[subprocess.Popen[str]]:
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.ranks", str(out)],
+            [sys.executable, "-m", module, str(out)],
             env=os.environ | meet | more | {"RANK": str(r), "PYTHONPATH": path},
             stderr=subprocess.PIPE,
             text=True,

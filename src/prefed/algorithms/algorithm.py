@@ -23,7 +23,10 @@ from prefed.rules.grouped import Groups
 
 ALGORITHMS: "Registry[type[Algorithm]]" = Registry("algorithm", "prefed.algorithms")
 
-LATER = ("decoupled_weight_decay", "align", "align_form", "groups", "tau_relative", "P")
+LATER = (
+    "decoupled_weight_decay", "align", "align_form", "state_dtype", "groups", "freeze",
+    "tau_relative", "P",
+)  # fmt: skip
 
 
 class Algorithm(BaseModel):
@@ -65,6 +68,10 @@ class Algorithm(BaseModel):
     """This is "added" to the step of the client rule (as FedAdamW has it), or "mixed" with it: then
     the rule's own part is 1 - align (FedCM, FedLADA, FedPAC)."""
 
+    state_dtype: Literal["weights", "bfloat16"] = "weights"
+    """Clients that train hold m, P and other state of their rule in the type of the "weights", or,
+    in half the memory, in "bfloat16", rounded at random after each step."""
+
     groups: Groups = ()
     """Parameters that are trained otherwise than the rest, by name or pattern: a list of tables
     such as {params = "@vectors", weight_decay = 0}; of several that name one the first counts."""
@@ -72,6 +79,10 @@ class Algorithm(BaseModel):
     personal: tuple[str, ...] = ()
     """Parameters that stay with each client, by name or pattern such as "head.*"; "@norm" stands
     for those of normalisation layers, "@last" for those of the last layer."""
+
+    freeze: tuple[str, ...] = ()
+    """Parameters that stay as they are and are never sent, by name or pattern: "*lora_A*" makes
+    LoRA's mean exact (FFA-LoRA)."""
 
     contrib_options: ClassVar[dict[str, str]] = {}
     """Options of an algorithm of prefed.contrib, which is made in place of this one if they are

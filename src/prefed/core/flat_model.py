@@ -23,6 +23,22 @@ from prefed.core.layout import Layout
 NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
+def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
+    """Let the parameters that patterns name stay as they are: nobody trains or sends them."""
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    for pattern in patterns:
+        matching = [name for name in trained if fnmatchcase(name, pattern)]
+        if not matching:
+            raise PrefedError(
+                f"freeze: {pattern!r} names no parameter of the model that is trained; "
+                f"it has {', '.join(trained)}"
+            )
+        for name in matching:
+            trained[name].requires_grad_(False).grad = None
+    if trained and not any(p.requires_grad for p in trained.values()):
+        raise PrefedError("freeze: all parameters would stay as they are; leave some to train")
+
+
 def personal_names(module: nn.Module, patterns: Sequence[str]) -> list[str]:
     """The trainable parameters that patterns name; "@norm" stands for those of normalisation
     layers, "@last" for those of the last layer that has any."""

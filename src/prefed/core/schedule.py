@@ -7,7 +7,8 @@ own by its name, `client_lr = "module:function"`; in Python any function will do
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, SupportsFloat
+from statistics import fmean
+from typing import Annotated, Any, Literal, Self, SupportsFloat
 
 from pydantic import (
     BaseModel,
@@ -19,7 +20,10 @@ from pydantic import (
     PlainSerializer,
     PositiveFloat,
     PositiveInt,
+    SerializerFunctionWrapHandler,
     Tag,
+    model_serializer,
+    model_validator,
 )
 
 from prefed.core.errors import PrefedError
@@ -65,15 +69,42 @@ class Cosine(_Schedule):
 
 class Warmup(_Schedule):
     schedule: Literal["warmup"] = "warmup"
-    rounds: PositiveInt
-    """How long it rises."""
+    rounds: PositiveInt | None = None
+    """How long it rises, from round to round; or set steps."""
+    steps: PositiveInt | None = None
+    """How long it rises, from each local step to the next, in local steps since the first round."""
+    local_steps: PositiveInt | None = None
+    """Those of a round, by which steps are counted; in a config the run's, if not given."""
     then: "Rate"
     """What follows: a number or another schedule."""
 
+    @model_validator(mode="after")
+    def _rounds_or_steps(self) -> Self:
+        if (self.rounds is None) == (self.steps is None):
+            raise ValueError("rounds: say how long it rises, in rounds or in steps")
+        if self.steps is not None and self.local_steps is None:
+            raise ValueError("local_steps: is required beside steps: how many a round has")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in write(self).items() if value is not None}
+
     def __call__(self, round: int) -> float:
-        if round >= self.rounds:
-            return at(self.then, round - self.rounds)
-        return at(self.then, 0) * (round + 1) / (self.rounds + 1)
+        """That of a round; where it rises within rounds, the mean over the steps of one."""
+        if self.steps is not None and self.local_steps is not None:
+            return fmean(self.at_step(round, k) for k in range(self.local_steps))
+        rounds = self.rounds or 0
+        if round >= rounds:
+            return at(self.then, round - rounds)
+        return at(self.then, 0) * (round + 1) / (rounds + 1)
+
+    def at_step(self, round: int, k: int) -> float:
+        """That of local step k (from 0) of a round."""
+        if self.steps is None or self.local_steps is None:
+            return self(round)
+        rise = (round * self.local_steps + k + 1) / (self.steps + 1)
+        return at(self.then, max(0, round - -(-self.steps // self.local_steps))) * min(1.0, rise)
 
 
 Schedule = Annotated[Step | Cosine | Warmup, Field(discriminator="schedule")]
@@ -114,6 +145,16 @@ def at(rate: float | Function, round: int) -> float:
     return float(value)
 
 
+def within(rate: float | Function, round: int) -> Function | None:
+    """How the rate changes within a round: a function of the local step, which gives multiples of
+    the round's own; None if it stays as it is."""
+    if not isinstance(rate, Warmup) or rate.steps is None or rate.local_steps is None:
+        return None
+    if round * rate.local_steps >= rate.steps or not (mean := at(rate, round)):
+        return None
+    return lambda k: rate.at_step(round, k) / mean
+
+
 def written(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of an algorithm as they can stand in a config: functions by their names."""
     return {key: _name(key, v) if callable(v) else v for key, v in options.items()}
@@ -143,6 +184,13 @@ def cosine(start: float, *, rounds: int, end: float = 0.0) -> Cosine:
     return Cosine(start=start, rounds=rounds, end=end)
 
 
-def warmup(then: float | Function, *, rounds: int) -> Warmup:
-    """A straight line up to the first value of `then` over `rounds`, then `then` from its start."""
-    return Warmup(rounds=rounds, then=then)
+def warmup(
+    then: float | Function,
+    *,
+    rounds: int | None = None,
+    steps: int | None = None,
+    local_steps: int | None = None,
+) -> Warmup:
+    """A straight line up to the first value of `then` over `rounds`, then `then` from its start; or
+    over `steps`, counted by the `local_steps` of a round."""
+    return Warmup(rounds=rounds, steps=steps, local_steps=local_steps, then=then)

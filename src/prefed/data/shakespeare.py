@@ -14,7 +14,9 @@ Array = np.ndarray[Any, Any]
 
 
 @DATASETS.register("shakespeare")
-def shakespeare(path: str | None = None, length: int = 80, test: float = 0.2) -> Dataset:
+def shakespeare(
+    path: str | None = None, length: int = 80, test: float = 0.2, skip: int = 0
+) -> Dataset:
     """Each speaker with at least two speeches is a client; x is `length` characters, y the
     character after each of them.
 
@@ -26,9 +28,12 @@ def shakespeare(path: str | None = None, length: int = 80, test: float = 0.2) ->
     path    the text file, or a folder with input.txt or shakespeare.txt
     length  of a window, in characters
     test    the share of a speaker's speeches that is for testing
+    skip    how many speakers are left out, the first in the text: a base may be trained on them
     """
-    if length < 1 or not 0 < test < 1:
-        raise PrefedError("data: length should be at least 1, and test between 0 and 1")
+    if length < 1 or not 0 < test < 1 or skip < 0:
+        raise PrefedError(
+            "data: length should be at least 1, test between 0 and 1, skip not below 0"
+        )
     where = reading.root(path)
     if not where.is_file():
         where = reading.find("shakespeare", where, ["shakespeare.txt", "input.txt"])
@@ -63,7 +68,9 @@ def _decode(where: Path, length: int, test: float) -> cache.Arrays:
     train: list[Array] = []
     held: list[Array] = []
     owners: list[int] = []
-    for owner, lines in enumerate(speakers.values()):
+    if skip >= len(speakers):
+        raise PrefedError(f"data: skip leaves none of the {len(speakers)} speakers")
+    for owner, lines in enumerate([*speakers.values()][skip:]):
         cut = len(lines) - max(1, round(test * len(lines)))
         mine = _windows("\n".join(lines[: max(cut, 1)]), codes, length)
         train.append(mine)

@@ -276,13 +276,19 @@ def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
 
 
 def _fill_schedules(table: dict[str, Any]) -> None:
-    """A cosine that does not say over how many rounds it falls does so over the run's."""
+    """A cosine that does not say over how many rounds it falls does so over the run's; a warm-up by
+    steps counts the run's local steps."""
     algorithm = table.get("algorithm")
     if not isinstance(algorithm, dict):
         return
     for name, value in algorithm.items():
         if isinstance(value, dict) and value.get("schedule") == "cosine" and "rounds" in table:
             algorithm[name] = {"rounds": table["rounds"], **value}
+        by_steps = (
+            isinstance(value, dict) and value.get("schedule") == "warmup" and "steps" in value
+        )
+        if by_steps and "local_steps" in table:
+            algorithm[name] = {"local_steps": table["local_steps"], **value}
 
 
 def algorithms_of(source: str) -> list[str]:

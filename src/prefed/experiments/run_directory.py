@@ -209,7 +209,7 @@ class RunDirectory(Callback):
             self._begin_checkpoint()
 
     def on_end(self, result: Result) -> None:
-        """The final weights under the model's own names, buffers and frozen parameters too."""
+        """The final weights under the model's own names, and buffers; of what is frozen, a hash."""
         self._checkpoint()
         with self._writing():
             write_model(self.folder / "model.safetensors", self.run.model())

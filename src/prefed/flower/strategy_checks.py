@@ -23,6 +23,16 @@ def check(strategy: "Strategy") -> Means:
             f"{type(algorithm).__name__}: its clients need more than the gradients of their "
             f"steps, which a Flower app of one's own does not have: prefed deploy"
         )
+    if algorithm.state_dtype != "weights":
+        raise PrefedError(
+            f"{type(algorithm).__name__}.state_dtype: its random numbers have the run's seed, "
+            f"which a Flower app of one's own does not know: prefed deploy"
+        )
+    if algorithm.freeze:
+        raise PrefedError(
+            f"{type(algorithm).__name__}.freeze: the model of a Flower app of one's own is its "
+            f"own: set requires_grad to False there, or take prefed deploy"
+        )
     codecs = {algorithm.upload, *(policy.codec for policy in algorithm.sharing().values())}
     if codecs != {"exact"}:
         raise PrefedError(

@@ -37,11 +37,13 @@ class Field:
     start: float = 0.0
     nonnegative: bool = False
     """A second moment (or a mass of one): never below 0; a matrix, positive semi-definite."""
+    dtype: torch.dtype | None = None
+    """If not that of the weights."""
 
     def new(self, like: Tensor, clients: int | None = None) -> Tensor:
         """The first value, for one holder or for a block of clients, typed like `like`."""
         shape = self.shape if clients is None else (clients, *self.shape)
-        return like.new_full(shape, self.start)
+        return like.new_full(shape, self.start, dtype=self.dtype or like.dtype)
 
 
 class Rule(ABC):

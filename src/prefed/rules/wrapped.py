@@ -1,5 +1,6 @@
 """Rules around rules: what options of every algorithm add to the steps of a client rule."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -47,6 +48,16 @@ class Decayed(Wrapped):
     def apply(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
         w.mul_(1 - lr * self.decay)
         self.rule.apply(w, g, state, lr, k)
+
+
+@dataclass(frozen=True)
+class Rising(Wrapped):
+    """Step k of a round is of lr times a factor of its own."""
+
+    factor: Callable[[int], float]
+
+    def apply(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
+        self.rule.apply(w, g, state, lr * self.factor(k), k)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from prefed.core.layout import Layout
 from prefed.core.schedule import at
 from prefed.rules import Rule
 from prefed.rules.grouped import check_groups
+from prefed.rules.halved import check_halved
 from prefed.rules.rule import BLOCK, OTHER
 from prefed.training.round import policy, shared_fields
 
@@ -71,6 +72,10 @@ def check_parts(algorithm: Algorithm, flat: FlatModel) -> None:
     that is trained otherwise than the rest."""
     rule = algorithm.client_rule().fit(flat.layout)
     check_groups(algorithm.groups, flat.layout, rule)
+    if algorithm.state_dtype != "weights":
+        check_halved(rule, flat.layout)
+        if any(group.tau is not None for group in algorithm.groups):
+            raise PrefedError("state_dtype: bfloat16 cannot stand beside groups with a tau")
     if algorithm.groups and algorithm.in_turns(rule, flat.shared.size) is not rule:
         name = type(algorithm).__name__
         raise PrefedError(

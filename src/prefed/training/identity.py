@@ -1,6 +1,5 @@
 """What a run is of, written down: enough to tell it from another one, not to run it again."""
 
-import hashlib
 from typing import Any
 
 import numpy as np
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 
 from prefed.algorithms import ALGORITHMS, Algorithm
 from prefed.core.batch import Ragged, leaves
+from prefed.core.hashes import digest
 from prefed.core.plain import name_of, plain
 from prefed.data import FederatedData, Partition
 from prefed.data.samples import LazySamples, Samples
@@ -30,7 +30,7 @@ def identity(
         "model": {
             "python": type(model).__qualname__,
             "weights": sum(p.numel() for p in model.parameters() if p.requires_grad),
-            "sha256": _hash(*tensors_of(model).values()),
+            "sha256": digest(*tensors_of(model).values()),
         },
         "data": _data(data),
     }
@@ -49,7 +49,7 @@ def _data(data: FederatedData) -> dict[str, Any]:
         "clients": len(data),
         "samples": None if sizes is None else int(sizes.sum()),
         "test": 0 if data.test is None else len(data.test),
-        "sha256": _hash(
+        "sha256": digest(
             *_values(data.client(0)),
             torch.as_tensor([] if sizes is None else sizes),
             *(_values(data.client_test(0)) if data.client_tests is not None else ()),
@@ -65,12 +65,3 @@ def _values(samples: Samples) -> tuple[Tensor, ...]:
     x, y = samples.all()
     arrays = [[v.used(), v.lengths] if isinstance(v, Ragged) else [v] for v in (*leaves(x), y)]
     return tuple(array for of_one in arrays for array in of_one)
-
-
-def _hash(*arrays: Tensor) -> str:
-    found = hashlib.sha256()
-    for values in arrays:
-        flat = values.detach().cpu().contiguous().reshape(-1)
-        found.update(f"{flat.dtype} {tuple(values.shape)}".encode())
-        found.update(flat.view(torch.uint8).numpy().data if len(flat) else b"")
-    return found.hexdigest()[:16]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from prefed.core.errors import PrefedError
+from prefed.core.hashes import digest
 from prefed.core.safe_files import to_json, write_whole
 from prefed.rules import State
 from prefed.training.round import Server
@@ -18,6 +19,9 @@ from prefed.training.trainer import Record
 
 if TYPE_CHECKING:
     import pandas
+
+BASE, BASE_SHA256 = "base", "base_sha256"
+"""In the metadata of a file with weights: what the parameters that are not in it are of."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,12 +86,18 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def write_model(path: Path, model: nn.Module) -> None:
-    """All weights and buffers under the model's own names. A complex128 tensor, which the format
-    does not know, is written as pairs of float64."""
+    """Trained weights and buffers under the model's own names; what is frozen, the base that
+    adapters belong to, is named and hashed in the file's metadata. A complex128 tensor, which the
+    format does not know, is written as pairs of float64."""
     pairs, tensors = torch.complex128, tensors_of(model)
+    parameters = model.named_parameters(remove_duplicate=False)
+    frozen = [n for n, p in parameters if not p.requires_grad and n in tensors]
+    base = [tensors.pop(name) for name in frozen]
     plain = {n: torch.view_as_real(t) if t.dtype == pairs else t for n, t in tensors.items()}
     contents = {name: value.contiguous().clone() for name, value in plain.items()}
-    write_whole(path, safetensors.torch.save(contents))
+    name = str(getattr(model, "name_or_path", "") or type(model).__qualname__)
+    about = {BASE: name, BASE_SHA256: digest(*base)} if base else None
+    write_whole(path, safetensors.torch.save(contents, about))
 
 
 def frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":

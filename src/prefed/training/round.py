@@ -14,19 +14,22 @@ from itertools import groupby
 from typing import Protocol
 
 import torch
+from numpy.random import Generator
 from torch import Tensor
 
 from prefed.algorithms import Algorithm, Policy, reset
 from prefed.codecs import Codec, codec
+from prefed.core import draws
 from prefed.core.errors import PrefedError
 from prefed.core.flat_model import FlatModel
 from prefed.core.layout import Layout
 from prefed.core.parts import timed
-from prefed.core.schedule import at
+from prefed.core.schedule import at, within
 from prefed.rules import Field, Rule, State
 from prefed.rules.grouped import Grouped, unscaled
+from prefed.rules.halved import Halved
 from prefed.rules.rule import OTHER, Other
-from prefed.rules.wrapped import MEAN_CHANGE, Aligned, Decayed
+from prefed.rules.wrapped import MEAN_CHANGE, Aligned, Decayed, Rising
 
 Kept = Mapping[int, State]
 """The state that clients keep, for those that have taken part."""
@@ -157,6 +160,8 @@ class Block(ABC):
     layout: Layout
     weights: Tensor
     gradient: Tensor
+    seed: int = 0
+    """Of the run."""
 
     @abstractmethod
     def differentiate(self, k: int) -> Tensor:
@@ -236,7 +241,9 @@ def local_update(algorithm: Algorithm, server: Server, block: Block, kept: Kept)
     """The local steps from the server's state, on each client of the block."""
     w, size = block.weights, server.layout.size
     lr = at(algorithm.client_lr, server.round)
-    rule = _with_options(algorithm, block.rule(algorithm), block.layout, size)
+    rule = _with_options(algorithm, _rule(algorithm, block, server.round), block.layout, size)
+    if (factor := within(algorithm.client_lr, server.round)) is not None:
+        rule = Rising(rule, factor)
     steps_taken = torch.tensor(block.steps, device=w.device)
     fields = rule.fields(block.layout)
     shared = shared_fields(algorithm, fields, block.layout)
@@ -274,6 +281,7 @@ def local_update(algorithm: Algorithm, server: Server, block: Block, kept: Kept)
     began = w[:, size:].clone()
     rule.begin(w, state)
     losses = block.run_steps(algorithm, rule, state, lr)
+    state = {name: value.to(w.dtype) for name, value in state.items()}
     for rows, steps in _alike(block.steps):
         rule.finish(w[rows], {name: value[rows] for name, value in state.items()}, lr, steps)
 
@@ -302,6 +310,17 @@ def local_update(algorithm: Algorithm, server: Server, block: Block, kept: Kept)
     change = w[:, :size].contiguous()
     values = {"weights": change} | sent
     return Update(values, kept=stays, losses=losses / steps_taken, steps=block.steps)
+
+
+def _rule(algorithm: Algorithm, block: Block, round: int) -> Rule:
+    """The client rule, with its state in the type that the algorithm asks for."""
+    if algorithm.state_dtype == "weights":
+        return block.rule(algorithm)
+
+    def draw(row: int, k: int) -> Generator:
+        return draws.generator(block.seed, "state", round, block.clients[row], k)
+
+    return Halved(algorithm.client_rule().fit(block.layout), draw)
 
 
 def _with_options(algorithm: Algorithm, rule: Rule, layout: Layout, shared: int) -> Rule:

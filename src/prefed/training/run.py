@@ -100,9 +100,9 @@ class Run:
         self.algorithm, self.data, self.settings = algorithm, data, settings
         device = choose_device(settings.device)
         kind = settings.channels_last, settings.precision
-        self.task = Task(
-            model, loss, data, device, *kind, algorithm.personal, micro_batch=settings.micro_batch
-        )
+        parts: dict[str, Any] = {"personal": algorithm.personal, "frozen": algorithm.freeze}
+        parts["micro_batch"] = settings.micro_batch
+        self.task = Task(model, loss, data, device, *kind, **parts)
         flat = self.task.flat
         with torch_threads(1):
             self.task.check(data)

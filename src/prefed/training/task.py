@@ -13,7 +13,7 @@ from prefed.core import batch
 from prefed.core.batch import Inputs, leaves
 from prefed.core.draws import torch_seed
 from prefed.core.errors import PrefedError
-from prefed.core.flat_model import FlatModel
+from prefed.core.flat_model import FlatModel, freeze
 from prefed.core.losses import (
     OURS,
     WITH_CLASSES,
@@ -67,12 +67,17 @@ class Task:
         personal: Sequence[str] = (),
         base: nn.Module | None = None,
         micro_batch: int | None = None,
+        frozen: Sequence[str] = (),
     ) -> None:
-        """The model is copied; its frozen parameters are not, if it is `base` whose they are."""
+        """The model is copied; its frozen parameters are not, if it is `base` whose they are.
+
+        frozen   patterns of more that are to be so
+        """
         if not isinstance(model, nn.Module):
             raise PrefedError(f"model: should be a torch.nn.Module, not {type(model).__name__}")
         _refuse_lazy(model)
         model = copy.deepcopy(model, _frozen(base)).to(device)
+        freeze(model, frozen)
         if channels_last and device.type == "cpu" and _narrow(model):
             raise PrefedError(
                 "channels_last: on a CPU it needs convolutions whose channels are multiples of 16"

@@ -21,6 +21,7 @@ from prefed.algorithms import Algorithm
 from prefed.core import batch
 from prefed.core.batch import Inputs
 from prefed.core.errors import PrefedError
+from prefed.core.schedule import within
 from prefed.data import FederatedData
 from prefed.rules import Rule, State
 from prefed.training.engines.block_losses import Losses, losses_of, one_client
@@ -86,6 +87,10 @@ def can_be(algorithm: Algorithm) -> bool:
         reason = (
             "with tau_relative: torch's compiler fails where a step needs a mean of all weights"
         )
+    elif algorithm.state_dtype != "weights":
+        reason = "with state_dtype the random numbers of a step come from NumPy"
+    elif within(algorithm.client_lr, 0) is not None:
+        reason = "client_lr rises from step to step, and each would have to be compiled"
     else:
         return True
     warnings.warn(f"not compiled: {reason}", EngineWarning, stacklevel=3)

@@ -62,7 +62,8 @@ class SequentialBlock(Block):
             for s, c in zip(samples, clients, strict=True)
         ]
         self.steps = [len(batches) for batches in self.batches]
-        self.seeds = self.task.seeds(engine.settings.seed, round, clients)
+        self.seed = engine.settings.seed
+        self.seeds = self.task.seeds(self.seed, round, clients)
         weight = engine.settings.weight
         shares = [weight(c, len(s)) for c, s in zip(clients, samples, strict=True)]
         self.shares = self.weights.new_tensor(shares) / sum(shares)

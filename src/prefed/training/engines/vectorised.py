@@ -164,12 +164,15 @@ class Vectorised:
     ) -> "VectorisedBlock":
         return VectorisedBlock(self, clients, steps, stacks, seeds)
 
-    def workspace(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def workspace(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> Tensor:
         """An uninitialised tensor (C, ...) that is reused from block to block and round to
         round."""
         key = (name, shape[0])
         if key not in self.workspaces:
-            self.workspaces[key] = self.task.flat.weights.new_empty(shape)
+            weights = self.task.flat.weights
+            self.workspaces[key] = weights.new_empty(shape, dtype=dtype or weights.dtype)
         return self.workspaces[key]
 
 
@@ -185,7 +188,8 @@ class VectorisedBlock(Block):
         seeds: list[int],
     ) -> None:
         self.engine, self.clients, self.steps = engine, clients, steps
-        self.stacks, self.seeds, self.data = stacks, seeds, engine.data
+        self.stacks, self.seeds, self.seed = stacks, seeds, engine.settings.seed
+        self.data = engine.data
         flat = engine.task.flat
         self.layout = flat.layout
         shape = (len(clients), self.layout.size)
@@ -274,7 +278,8 @@ class VectorisedBlock(Block):
         return found
 
     def state(self, name: str, field: Field) -> Tensor:
-        return self.engine.workspace(f"state.{name}", (len(self.clients), *field.shape))
+        shape = (len(self.clients), *field.shape)
+        return self.engine.workspace(f"state.{name}", shape, field.dtype)
 
     def read_buffers(self) -> Tensor:
         buffers = self.engine.task.flat.buffers
