@@ -1,8 +1,9 @@
 """What this machine has, and how much of it a run uses."""
 
 import os
+import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -19,6 +20,16 @@ def total_memory(device: torch.device | None = None) -> int:
     if device is not None and device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def processor(about: Path = Path("/proc/cpuinfo")) -> str:
+    """What the processor calls itself, as far as the system tells."""
+    with suppress(OSError):
+        for line in about.read_text(errors="replace").splitlines():
+            key, _, name = line.partition(":")
+            if key.strip() == "model name":
+                return " ".join(name.split())
+    return platform.processor() or platform.machine()
 
 
 def cores(group: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:

@@ -19,6 +19,7 @@ from prefed.core.memory import all_finite
 from prefed.core.schedule import at
 from prefed.data import FederatedData
 from prefed.rules import State
+from prefed.training import stragglers
 from prefed.training.attackers import Attackers
 from prefed.training.checks import check_in_place, check_parts, check_sharing
 from prefed.training.client_evaluation import ClientEvaluation
@@ -30,6 +31,7 @@ from prefed.training.means.choice import Means
 from prefed.training.mechanism import Mechanism
 from prefed.training.messages import mean_steps
 from prefed.training.metrics import Metrics
+from prefed.training.objective import TrainingObjective
 from prefed.training.observers import Callback, Observers
 from prefed.training.other_gradients import check_other
 from prefed.training.private_runs import make_mechanism
@@ -121,6 +123,7 @@ class Run:
                 "asynchronous: is for simulations in one process, not for several ranks (torchrun) "
                 "and not for Flower's nodes; leave it out, or set workers in place of ranks"
             )
+        stragglers.check(settings, algorithm.client_rule().lockstep, self.trainer.simulates)
         self.clock = self._clock()
         """The virtual time of synchronous rounds; None if there is none."""
         self.server = Server.start(algorithm, flat.shared, flat.weights, flat.read_buffers())
@@ -144,6 +147,8 @@ class Run:
         self._collapse = CollapseWatch(algorithm)
         self.client_evaluation = self._client_evaluation()
         """How clients are evaluated one by one; None if they are not."""
+        self.objective = None if settings.objective is None else TrainingObjective(self)
+        """How what is minimised is measured; None if it is not."""
         numbers = is_one_of(self.task.loss, (by_targets, squared_error))
         self.metrics = Metrics(settings.metrics, device, ignored_label(self.task.loss), numbers)
         self.best: Best | None = None
@@ -280,6 +285,9 @@ class Run:
         if not self.trainer.is_asynchronous:
             answers = draws.answering(settings.seed, round, cohort, settings.client_dropout)
         server, told = self.server, self.trainer.told(self.server)
+        answers, limits = stragglers.slowed(settings, self.data, round, cohort, answers)
+        if limits:
+            server, told = replace(server, limits=limits), told | {"partial": len(limits)}
         if self.clock is not None:
             began, _ = self.clock.begin(round, self.seconds_virtual)
             closed = self.clock.close(server, began, cohort, answers)
@@ -415,6 +423,8 @@ class Run:
         kinds = {"all": (self.settings.evaluate_every, self.evaluate)}
         if (clients := self.client_evaluation) is not None:
             kinds["clients"] = (clients.every, clients.evaluate)
+        if self.objective is not None:
+            kinds["objective"] = (self.settings.evaluate_every, self._measure)
         due = [k for k, (every, _) in kinds.items() if is_last or not self.server.round % every]
         for kind in due:
             record |= kinds[kind][1]() if kind not in done else {}
@@ -429,6 +439,12 @@ class Run:
         with torch_threads(self._evaluation_threads):
             loss, accuracy = self.task.evaluate(*self.data.test.all(), self.metrics.update)
         return {"test_loss": loss, "test_accuracy": accuracy} | self.metrics.compute()
+
+    def _measure(self) -> Record:
+        """What is minimised, at the global model."""
+        assert self.objective is not None
+        self._load()
+        return self.objective.evaluate()
 
     def snapshot(self) -> dict[str, Tensor]:
         """All that the next rounds depend on, by name. Not a copy: write it before going on."""
