@@ -61,4 +61,8 @@ def _commands() -> str:
 
 
 myst_enable_extensions.append("substitution")
-myst_substitutions = {"commands": _commands(), "configuration": reference.page(), "cards": cards.page()}
+myst_substitutions = {
+    "commands": _commands(),
+    "configuration": reference.page(),
+    "cards": cards.page(),
+}

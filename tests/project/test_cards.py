@@ -62,7 +62,8 @@ def test_every_algorithm_has_a_whole_card(cards: Any, results: Any, name: str) -
 
 
 @pytest.mark.parametrize(("name", "up"), [
-    ("fedavg", 1), ("fedadam", 1), ("prefedopt", 1), ("adaalter", 2), ("scaffold", 2), ("prefed", 3),
+    ("fedavg", 1), ("fedadam", 1), ("prefedopt", 1), ("adaalter", 2), ("scaffold", 2),
+    ("prefed", 3),
 ])  # fmt: skip
 def test_bytes_are_those_of_the_readme(cards: Any, name: str, up: int) -> None:
     found, size = cards.shared(name)

@@ -33,7 +33,7 @@ def logistic(dtype: torch.dtype = torch.float64, **options: Any) -> prefed.Resul
     )  # fmt: skip
 
 
-def F(w: Any, weights: Any = SIZES) -> float:
+def objective(w: Any, weights: tuple[int, ...] = SIZES) -> float:
     """Of weights and bias, in NumPy."""
     total = 0.0
     for (x, y), weight in zip(CLIENTS, weights, strict=True):
@@ -49,7 +49,7 @@ def lowest() -> float:
     step = 1 / (np.linalg.eigvalsh(X.T @ X / len(X) / 4)[-1] + DECAY)
     for _ in range(20_000):
         w -= step * (X.T @ (1 / (1 + np.exp(-X @ w)) - y) / len(X) + DECAY * w)
-    return F(w)
+    return objective(w)
 
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
@@ -57,7 +57,7 @@ def test_the_objective_is_that_of_all_clients(weighting: str) -> None:
     result = logistic(objective="value", weighting=weighting, evaluate_every=7)
     weights = SIZES if weighting == "samples" else (1, 1, 1)
     w = result.weights.numpy()
-    assert result.history[-1]["objective"] == pytest.approx(F(w, weights), rel=1e-12)
+    assert result.history[-1]["objective"] == pytest.approx(objective(w, weights), rel=1e-12)
     measured = [r["round"] for r in result.history if "objective" in r]
     assert measured == [7, 14, 21, 28, 30]
     assert "objective_gap" not in result.history[-1]
@@ -117,4 +117,6 @@ def test_many_weights_have_a_value_only() -> None:
     algorithm, model = prefed.FedAvg(client_lr=0.1), nn.Linear(50, 50)
     with pytest.raises(PrefedError, match="up to 2000 weights, and there are 2550"):
         prefed.simulate(algorithm, model, data, objective="gap", **how)
-    assert "objective" in prefed.simulate(algorithm, model, data, objective="value", **how).history[0]
+    assert (
+        "objective" in prefed.simulate(algorithm, model, data, objective="value", **how).history[0]
+    )
