@@ -31,7 +31,6 @@ from prefed.training.means.choice import Means
 from prefed.training.mechanism import Mechanism
 from prefed.training.messages import mean_steps
 from prefed.training.metrics import Metrics
-from prefed.training.objective import TrainingObjective
 from prefed.training.observers import Callback, Observers
 from prefed.training.other_gradients import check_other
 from prefed.training.private_runs import make_mechanism
@@ -47,6 +46,7 @@ from prefed.training.round import (
 from prefed.training.settings import Settings
 from prefed.training.task import Loss, Task, choose_device
 from prefed.training.trainer import Arrived, Record, Trainer, check_fits
+from prefed.training.training_objective import TrainingObjective
 
 log = logging.getLogger("prefed")
 
