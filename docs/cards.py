@@ -2,6 +2,7 @@
 records in docs/results (all numbers): docs/algorithms.md shows them."""
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from prefed.training.round import traffic
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 WORDS: dict[str, dict[str, str]] = tomllib.loads((HERE / "cards.toml").read_text())
+UNKNOWN = "Computed on a few cores of a CPU; which one was not written down with these runs."
 STEPS = 10
 """Local steps of a round whose bytes are counted: they matter if clients meet in every step."""
 
@@ -32,10 +34,9 @@ class Ours:
     """A result of a study or a table."""
 
     task: str
-    label: str
     printed: str
     found: str
-    seconds: float | None
+    seconds: float
     """Of a run."""
     machine: str
 
@@ -49,21 +50,30 @@ def results() -> dict[str, list[Ours]]:
 
 
 def _of_studies() -> Iterator[tuple[str, Ours]]:
+    """Algorithms as they are by default: pages of their own have what variants gave. A run that is
+    in two studies counts once."""
+    seen = set()
     for path in sorted(RESULTS.glob("*.json")):
         study = json.loads(path.read_text())
         if not isinstance(study, dict) or "lines" not in study:
             continue
         runs = load_archive(RESULTS / study["config"])
         for line in study["lines"]:
-            if line["mean"] is None or not line["interval"]:
-                continue
-            low, high = line["interval"]
             name = line["algorithm"]["name"]
-            unit = " %" if line["measure"].endswith("accuracy") else ""
+            key = study["config"], name
+            if (
+                line["label"] != ALGORITHMS.get(name).__name__
+                or line["mean"] is None
+                or key in seen
+            ):
+                continue
+            seen.add(key)
+            low, high = line["interval"]
+            unit = " %" if line["measure"].endswith("accuracy") else " (loss)"
             text = f"{line['mean']:.4g} [{low:.4g}, {high:.4g}]{unit}"
             used = [run for run in runs.values() if run.algorithm == name]
             task = f"{study['title']} (`prefed study {path.stem}`)"
-            yield name, Ours(task, line["label"], "", text, line["seconds"], machine(used))
+            yield name, Ours(task, "", text, line["seconds"], machine(used))
 
 
 def _of_tables() -> Iterator[tuple[str, Ours]]:
@@ -80,8 +90,8 @@ def _of_tables() -> Iterator[tuple[str, Ours]]:
             cell = point.cell
             printed = "" if cell.printed is None else f"{cell.printed:g}"
             seconds = fmean(run.total("seconds") for run in used)
-            task, label = f"{plan.title} (`prefed table {table}`)", f"{cell.row}, {cell.column}"
-            found = Ours(task, label, printed, f"{number:.3g}", seconds, machine(used))
+            task = f"{plan.title}; {cell.row}, {cell.column} (`prefed table {table}`)"
+            found = Ours(task, printed, f"{number:.3g}", seconds, machine(used))
             yield used[0].algorithm, found
 
 
@@ -92,7 +102,7 @@ def machine(runs: list[StoredRun]) -> str:
         for run in runs
         if (e := run.environment)
     }
-    return "; ".join(sorted(known)) or "not written down"
+    return "; ".join(sorted(known))
 
 
 def shared(name: str) -> tuple[dict[str, int], int]:
@@ -133,21 +143,19 @@ def formula(name: str) -> list[str]:
 def rule_text(rule: Rule) -> str:
     """The first paragraph of a rule's docstring, and the formula behind it if there is one."""
     text = reference.text_of(type(rule))
-    parts = text.split("\n\n")
-    shown = parts[:2] if len(parts) > 1 and parts[1].startswith("```text") else parts[:1]
-    return f"`{type(rule).__name__}`: " + "\n\n".join(shown).replace("\n", "\n  ")
+    found = re.match(r"(.*?)\n\n(```text\n.*?```)?", text + "\n\n", flags=re.S)
+    assert found
+    shown = "\n\n".join(part for part in found.groups() if part)
+    return f"`{type(rule).__name__}`: " + shown.replace("\n", "\n  ")
 
 
 def result_lines(ours: list[Ours]) -> list[str]:
     if not ours:
         return ["No study and no table has it yet."]
-    rows = [
-        f"| {o.task} | {o.label} | {o.printed} | {o.found} | "
-        f"{'' if o.seconds is None else duration(o.seconds)} | {o.machine} |"
-        for o in ours
-    ]
-    head = "| task | | printed | ours | a run takes | machine |"
-    return [head, "|---|---|---|---|---|---|", *rows]
+    rows = [f"| {o.task} | {o.printed} | {o.found} | {duration(o.seconds)} |" for o in ours]
+    machines = "; ".join(dict.fromkeys(o.machine for o in ours if o.machine))
+    about = f"Computed on {machines}." if machines else UNKNOWN
+    return ["| task | printed | ours | a run takes |", "|---|---|---|---|", *rows, "", about]
 
 
 def card(name: str, ours: list[Ours]) -> str:

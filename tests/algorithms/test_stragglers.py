@@ -11,6 +11,7 @@ import prefed
 from prefed.core import draws
 from prefed.core.errors import PrefedError
 from prefed.experiments.config import load
+from prefed.training.stragglers import check
 from tests.algorithms.test_oracles import CASES, EPOCHS, close, known_to_oracle, passes
 from tests.helpers import oracles
 from tests.helpers.problems import SIZES, arrays, tiny_data, tiny_model
@@ -138,3 +139,9 @@ def test_clients_in_lockstep_cannot_stop_early() -> None:
     how: dict[str, Any] = {"local_epochs": None, "local_steps": 3}
     with pytest.raises(PrefedError, match='set straggler_work = "drop"'):
         simulate(prefed.PreFedSync(client_lr=0.1), stragglers=0.5, **how)
+
+
+def test_nodes_are_slow_by_themselves() -> None:
+    settings = prefed.Settings(rounds=1, local_steps=1, stragglers=0.5)
+    with pytest.raises(PrefedError, match="they are of simulations"):
+        check(settings, lockstep=False, simulates=False)

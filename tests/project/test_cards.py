@@ -57,6 +57,7 @@ def test_every_algorithm_has_a_whole_card(cards: Any, results: Any, name: str) -
         assert part in card, part
     steps = card[card.index("- On a client:") : card.index("**From.**")]
     assert steps.count("=") >= 2, "a formula for each side"
+    assert steps.count("```") % 2 == 0
     for option in prefed.ALGORITHMS.get(name).model_fields.keys() - prefed.Algorithm.model_fields:
         assert f"| `{option}` |" in card
 
@@ -76,7 +77,7 @@ def test_results_are_those_of_the_records(cards: Any, results: Any) -> None:
     folder = ROOT / "docs" / "results"
     runs = load_archive(folder / "digits-noniid").values()
     study = json.loads((folder / "digits-noniid.json").read_text())
-    row = next(o for o in results["fedadam"] if study["title"] in o.task and o.label == "FedAdam")
+    row = next(o for o in results["fedadam"] if study["title"] in o.task)
     finals = []
     for run in runs:
         if run.algorithm == "fedadam":
@@ -87,7 +88,7 @@ def test_results_are_those_of_the_records(cards: Any, results: Any) -> None:
 
     runs = load_archive(folder / "tables" / "mcmahan-2nn").values()
     cell = next(o for o in results["fedavg"] if "mcmahan-2nn" in o.task)
-    assert cell.label == "C = 0.1, iid"
+    assert "C = 0.1, iid" in cell.task
     assert cell.printed == "87"
     seconds = [run.total("seconds") for run in runs]
     assert cell.seconds in seconds
@@ -102,5 +103,5 @@ def test_what_a_run_was_computed_on_is_kept(tmp_path: Path, cards: Any) -> None:
     for about in ({}, machine):
         write_archive(tmp_path, [StoredRun(tmp_path / "a", config, [record], about)])
         run = load_archive(tmp_path)["a"]
-        expected = "a slow one, 2 cores, torch 2" if about else "not written down"
+        expected = "a slow one, 2 cores, torch 2" if about else ""
         assert cards.machine([run]) == expected
