@@ -6,6 +6,7 @@ from pathlib import Path
 from prefed import __version__
 
 sys.path.insert(0, str(Path(__file__).parent))
+import cards
 import reference
 
 project = "prefed"
@@ -60,4 +61,8 @@ def _commands() -> str:
 
 
 myst_enable_extensions.append("substitution")
-myst_substitutions = {"commands": _commands(), "configuration": reference.page()}
+myst_substitutions = {
+    "commands": _commands(),
+    "configuration": reference.page(),
+    "cards": cards.page(),
+}

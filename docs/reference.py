@@ -22,6 +22,7 @@ from prefed.core.option_models import options_model
 from prefed.core.registry import Registry
 from prefed.data.dataset import DATASETS, GIVEN_TO_SPLITS, SPLITS
 from prefed.experiments.config import Config, Data
+from prefed.experiments.printed_tables import Cell, PrintedTable
 from prefed.experiments.study import Study, Tuning, Variant
 from prefed.models import MODELS
 from prefed.rules import Rule
@@ -222,6 +223,14 @@ def page() -> str:
     lines += table(options_of(Study, {}))
     lines += ["", "### `[tuning]`", *table(options_of(Tuning, {}))]
     lines += ["", "### `[variants.LABEL]`", "", text_of(Variant), *table(options_of(Variant, {}))]
+    lines += [
+        "",
+        "## Tables",
+        "",
+        "The file of `prefed table`.",
+        *table(options_of(PrintedTable, {})),
+    ]
+    lines += ["", "### `[[cells]]`", *table(options_of(Cell, {}))]
     return "\n".join(lines) + "\n"
 
 

@@ -17,6 +17,7 @@ SMALL = {
     "cifar10": ["data.complete=false"],
     "cifar100": ["data.complete=false"],
     "mnist": ["data.complete=false"],
+    "fashion-mnist": ["data.complete=false"],
 }
 OTHER_TEXT = ["data.skip=1", 'model.base=""']
 """The base that comes with prefed knows the characters of the whole text."""
@@ -111,6 +112,17 @@ def test_the_papers_numbers(name: str) -> None:
         if adaptive != "adaalter":
             assert rest["beta1"] == 0.9
             assert rest["beta2"] == (0.99 if adaptive == "fedadam" else 0.9)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedadam", "adaalter", "prefed", "prefedopt"])
+def test_the_papers_protocol_on_a_smaller_network(name: str) -> None:
+    """The table differs from the paper's preset in the network, and in what changes no number."""
+    whole, small = (
+        load(preset, [f"algorithm={name}"]).to_dict()
+        for preset in ("paper-cifar10-iid", "table-paper-cifar10")
+    )
+    differ = {key for key in whole.keys() | small.keys() if whole.get(key) != small.get(key)}
+    assert differ == {"model", "engine", "evaluate_every"}
 
 
 def test_what_is_shipped_is_packaged() -> None:

@@ -9,7 +9,7 @@ import pytest
 from prefed.core.errors import PrefedError
 from prefed.experiments.config import find, load, tables
 from prefed.experiments.printed_tables import TableRuns, read, rounds_to, to_markdown
-from prefed.experiments.stored_runs import StoredRun
+from prefed.experiments.stored_runs import StoredRun, write_archive
 from tests.helpers import ROOT
 from tests.helpers.commands import prefed_here
 
@@ -86,6 +86,33 @@ def test_a_table_is_run_and_goes_on_after_a_stop(tmp_path: Path) -> None:
     assert "| E = 2 | iid |  | not reached |" in text
     assert text.endswith("\nIt is small.\n")
     assert f"--set {point.changes[-1]}`" in text
+
+
+def test_a_table_of_another_number(tmp_path: Path) -> None:
+    """The smallest of a grid counts, and what is shown behind it is from the same runs."""
+    path = tmp_path / "mine.toml"
+    more = 'measure = "objective"\nalso = ["test_accuracy", "highest objective"]\nseeds = 2'
+    path.write_text(TABLE.replace("target = 0.5", more))
+    runs = TableRuns(*read(str(path)), tmp_path)
+    stored = []
+    for planned, last in zip(runs.planned, (0.3, 0.5, 0.1, 0.2, 0.7, 0.9, 8.0, 9.0), strict=True):
+        numbers = [9.0, 5.0, 1.0 + last, last]
+        records = [
+            {"round": n, "objective": number, "test_accuracy": last / 10, "train_loss": 1.0,
+             "bytes_up": 1, "bytes_down": 1, "seconds": 1.0}
+            for n, number in enumerate(numbers, 1)
+        ]  # fmt: skip
+        records[-1]["round"] = planned.config.rounds
+        config = planned.config.to_dict()
+        stored.append(StoredRun(planned.folder, config, records))
+    write_archive(runs.folder, stored)
+    (point, number, points), (_, other, _) = runs.results()
+    assert point.changes[-1] == "client_lr=0.1"
+    assert number == pytest.approx(0.15)
+    assert other == pytest.approx(8.5)
+    shown = "0.15 (test_accuracy 1.5, highest objective 1.15)"
+    assert points[1][1] == shown
+    assert f"| E = 1 | iid | 7 | {shown} |" in to_markdown(runs)
 
 
 def test_the_command(tmp_path: Path) -> None:

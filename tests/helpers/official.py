@@ -105,9 +105,23 @@ def shakespeare(folder: Path) -> Path:
     return folder
 
 
+def a9a(root: Path, samples: int = 160) -> Path:
+    """LIBSVM text: three of 123 features for each sample."""
+    rng = np.random.default_rng(5)
+    for name in ("a9a", "a9a.t"):
+        rows = [np.sort(rng.choice(123, 3, replace=False)) + 1 for _ in range(samples)]
+        labels = ["-1" if row[0] > 30 else "+1" for row in rows]
+        features = [" ".join(f"{i}:1" for i in row) for row in rows]
+        lines = [f"{y} {x}" for y, x in zip(labels, features, strict=True)]
+        (root / name).write_text("\n".join(lines) + "\n")
+    return root
+
+
 def everything(root: Path) -> Path:
     cifar10(root)
     cifar100(root)
     idx(root / "mnist")
+    idx(root / "fashion-mnist")
+    a9a(root)
     shakespeare(root / "shakespeare")
     return root

@@ -26,7 +26,7 @@ class FedProx(Algorithm):
 
 @dataclass(frozen=True)
 class ProximalSGD(SGD):
-    """SGD with the gradient g + mu*(w - w_start)."""
+    """w -= lr * (g + mu*(w - w_start)), with momentum as SGD has it."""
 
     mu: float = 0.0
 

@@ -1,9 +1,10 @@
 """What this machine has, and how much of it a run uses."""
 
 import os
+import platform
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -61,6 +62,16 @@ def _left_in_groups(proc: Path, root: Path) -> Iterator[int]:
             pass  # "max" is no limit, and the outermost group has no file
         if folder == root:
             return
+
+
+def processor(about: Path = Path("/proc/cpuinfo")) -> str:
+    """What the processor calls itself, as far as the system tells."""
+    with suppress(OSError):
+        for line in about.read_text(errors="replace").splitlines():
+            key, _, name = line.partition(":")
+            if key.strip() == "model name":
+                return " ".join(name.split())
+    return platform.processor() or platform.machine()
 
 
 def cores(group: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:

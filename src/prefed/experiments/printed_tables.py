@@ -5,7 +5,9 @@ A table is a TOML file. The name of one that comes with prefed is enough.
 title = "MNIST, 2NN: rounds to 97 %"
 source = "McMahan et al. 2017, table 1"
 config = "table-mcmahan-2nn"            # a preset or a config file
-target = 0.97                           # cells are rounds to it; without it, accuracy in %
+target = 0.97                           # cells are rounds to it; without it, a number at the end:
+measure = "test_accuracy"               # in %, or another number in the records
+also = ["test_loss"]                    # shown behind it
 [[cells]]
 row = "C = 0.1"
 column = "iid"
@@ -70,7 +72,13 @@ class PrintedTable(BaseModel):
     config: str
     """A preset or a config file."""
     target: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Cells are rounds to this test accuracy; without it, the accuracy after the last round."""
+    """Cells are rounds to this test accuracy."""
+    measure: str = "test_accuracy"
+    """Without a target, cells are this number in the record of the last round: the test accuracy in
+    %, or another of which less is better, such as "objective_gap"."""
+    also: list[str] = []
+    """Further numbers in the same record, shown behind it; "highest objective" is the highest such
+    number in the second half of the rounds."""
     seeds: PositiveInt = 1
     """Runs of each point: 0, 1, ..."""
     notes: list[str] = []
@@ -152,8 +160,8 @@ class TableRuns:
     def results(self) -> Iterator[tuple[Point, float | None, list[tuple[Point, str]]]]:
         """For each cell its best point, the number there (None if no run has ended, or none has
         reached the target), and what is known of all its points."""
-        known = archive(self.folder, self.planned)
-        best = max if self.table.target is None else min
+        known, table = archive(self.folder, self.planned), self.table
+        best = max if table.target is None and table.measure == "test_accuracy" else min
         for cell in self.table.cells:
             reached, told = [], []
             points = [point for point in self.points if point.cell is cell]
@@ -161,8 +169,9 @@ class TableRuns:
                 names = [planned.folder.name for planned in point.planned]
                 text = "not run yet"
                 if all(name in known for name in names):
-                    number = self._number([known[name] for name in names])
-                    text = "not reached" if number is None else f"{number:.3g}"
+                    found = [known[name] for name in names]
+                    number = self._number(found)
+                    text = "not reached" if number is None else self._text(number, found)
                     reached += [] if number is None else [(number, point)]
                 told.append((point, text))
             number, point = best(reached, key=lambda pair: pair[0], default=(None, points[0]))
@@ -173,10 +182,29 @@ class TableRuns:
         if (target := self.table.target) is not None:
             found = [rounds_to(target, run) for run in runs]
         else:
-            last = [run.history[-1].get("test_accuracy") for run in runs]
-            found = [None if accuracy is None else 100 * accuracy for accuracy in last]
-        numbers = [number for number in found if number is not None]
-        return fmean(numbers) if len(numbers) == len(found) else None
+            found = [_last(run, self.table.measure) for run in runs]
+        return _mean(found)
+
+    def _text(self, number: float, runs: list[StoredRun]) -> str:
+        """A number, and what is shown behind it."""
+        more = {name: _mean([_last(run, name) for run in runs]) for name in self.table.also}
+        words = [f"{name} {value:.3g}" for name, value in more.items() if value is not None]
+        return f"{number:.3g} ({', '.join(words)})" if words else f"{number:.3g}"
+
+
+def _last(run: StoredRun, measure: str) -> float | None:
+    """What the last record has; accuracy in %. None of a run that diverged."""
+    value = run.final(measure)
+    if measure.startswith("highest "):
+        late = (record.get(measure[8:]) for record in run.history[len(run.history) // 2 :])
+        value = max((number for number in late if number is not None), default=None)
+    return 100 * value if value is not None and measure.endswith("accuracy") else value
+
+
+def _mean(found: list[float | None]) -> float | None:
+    """None if one is."""
+    numbers = [number for number in found if number is not None]
+    return fmean(numbers) if len(numbers) == len(found) else None
 
 
 HEADINGS = ("row", "column", "printed", "ours", "of")
@@ -185,9 +213,9 @@ HEADINGS = ("row", "column", "printed", "ours", "of")
 def rows(runs: TableRuns) -> Iterator[tuple[str, str, str, str, str, str]]:
     """For each cell: where it stands, what was printed, what was found and how, the command."""
     for point, number, points in runs.results():
-        cell, texts = point.cell, {text for _, text in points}
-        missing = "not run yet" if "not run yet" in texts else "not reached"
-        own = missing if number is None else f"{number:.3g}"
+        cell, texts = point.cell, {id(p): text for p, text in points}
+        missing = "not run yet" if "not run yet" in texts.values() else "not reached"
+        own = missing if number is None else texts[id(point)]
         own_changes = len(cell.set)
         told = "; ".join(f"{' '.join(p.changes[own_changes:])}: {text}" for p, text in points)
         told = told if cell.grid else ""

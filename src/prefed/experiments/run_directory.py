@@ -31,7 +31,7 @@ from torch import Tensor
 from prefed import __version__
 from prefed.core.deprecated import with_new_names
 from prefed.core.errors import CannotWrite, PrefedError
-from prefed.core.machine import total_memory
+from prefed.core.machine import processor, total_memory
 from prefed.core.parts import timed
 from prefed.core.safe_files import lock, remove_leftovers, to_json, write_whole
 from prefed.experiments import checkpoints
@@ -353,7 +353,7 @@ OPTIONAL = (
     "client_loss_mean", "client_loss_worst_tenth",
     "staleness_mean", "staleness_max",
     "seconds_virtual", "device_seconds", "wasted_device_seconds", "wasted_bytes_up",
-    "wasted_bytes_down",
+    "wasted_bytes_down", "objective", "objective_gap",
 )  # fmt: skip
 """Numbers that may be null or missing."""
 LISTS = ("cohort", "dropped", "left_out", "client_accuracies", "client_losses")
@@ -397,7 +397,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "platform": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import pandas
 
 ARCHIVE = "runs.jsonl.xz"
+MACHINE = ("processor", "cores", "torch", "prefed")
+"""What an archive has of a run's environment."""
 BOMB = 1000
 """An archive that grows more than this many times is refused. Records shrink to a twelfth."""
 
@@ -162,7 +164,9 @@ def load_archive(folder: Path) -> dict[str, StoredRun]:
         if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
             raise PrefedError(f"{where}: run: should be the name of a directory")
         config = _checked(with_new_names(config, Config.RENAMED, warn=False), where)
-        run = StoredRun(folder / name, config, records, archived=True)
+        about = entry.get("environment")
+        machine = about if isinstance(about, dict) else {}
+        run = StoredRun(folder / name, config, records, machine, archived=True)
         if name in runs or not run.has_ended:
             raise PrefedError(f"{where}: {name}: is there twice, or has not ended")
         runs[name] = run
@@ -183,9 +187,16 @@ def _unpack(path: Path) -> bytes:
 
 def write_archive(folder: Path, runs: Iterable[StoredRun]) -> None:
     """Replace the archive of a directory. The same runs always make the same bytes."""
-    entries = [{"run": r.folder.name, "config": r.config, "records": r.history} for r in runs]
+    entries = [_entry(run) for run in runs]
     lines = [json.dumps(e) + "\n" for e in sorted(entries, key=lambda e: str(e["run"]))]
     write_whole(folder / ARCHIVE, lzma.compress("".join(lines).encode()))
+
+
+def _entry(run: StoredRun) -> dict[str, Any]:
+    """A run as its line has it. What it was computed on is left out where it is not known."""
+    machine = {key: run.environment[key] for key in MACHINE if key in run.environment}
+    about = {"environment": machine} if machine else {}
+    return {"run": run.folder.name, "config": run.config, **about, "records": run.history}
 
 
 def load_runs(*folders: str | Path) -> list[StoredRun]:

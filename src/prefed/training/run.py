@@ -19,6 +19,7 @@ from prefed.core.memory import all_finite
 from prefed.core.parts import timed
 from prefed.core.schedule import at
 from prefed.data import FederatedData
+from prefed.training import stragglers
 from prefed.training.attackers import Attackers
 from prefed.training.checks import check_in_place, check_parts, check_sharing
 from prefed.training.client_evaluation import ClientEvaluation
@@ -47,6 +48,7 @@ from prefed.training.round import (
 from prefed.training.settings import Settings
 from prefed.training.task import Loss, Task, choose_device
 from prefed.training.trainer import Arrived, Record, Trainer, check_fits
+from prefed.training.training_objective import TrainingObjective
 
 log = logging.getLogger("prefed")
 
@@ -124,6 +126,7 @@ class Run:
                 "asynchronous: is for simulations in one process, not for several ranks (torchrun) "
                 "and not for Flower's nodes; leave it out, or set workers in place of ranks"
             )
+        stragglers.check(settings, algorithm.client_rule().lockstep, self.trainer.simulates)
         self.clock = self._clock()
         """The virtual time of synchronous rounds; None if there is none."""
         self.server = Server.start(algorithm, flat.shared, flat.weights, flat.read_buffers())
@@ -149,6 +152,8 @@ class Run:
         self._collapse = CollapseWatch(algorithm)
         self.client_evaluation = self._client_evaluation()
         """How clients are evaluated one by one; None if they are not."""
+        self.objective = None if settings.objective is None else TrainingObjective(self)
+        """How what is minimised is measured; None if it is not."""
         numbers = is_one_of(self.task.loss, (by_targets, squared_error))
         self.metrics = Metrics(settings.metrics, device, ignored_label(self.task.loss), numbers)
         self.best: Best | None = None
@@ -289,6 +294,9 @@ class Run:
         if not self.trainer.is_asynchronous:
             answers = draws.answering(settings.seed, round, cohort, settings.client_dropout)
         server, told = self.server, self.trainer.told(self.server)
+        answers, limits = stragglers.slowed(settings, self.data, round, cohort, answers)
+        if limits:
+            server, told = replace(server, limits=limits), told | {"partial": len(limits)}
         if self.clock is not None:
             began, _ = self.clock.begin(round, self.seconds_virtual)
             closed = self.clock.close(server, began, cohort, answers)
@@ -424,6 +432,8 @@ class Run:
         kinds = {"all": (self.settings.evaluate_every, self.evaluate)}
         if (clients := self.client_evaluation) is not None:
             kinds["clients"] = (clients.every, clients.evaluate)
+        if self.objective is not None:
+            kinds["objective"] = (self.settings.evaluate_every, self._measure)
         round, late = self.server.round, self.server.round >= self.evaluate_from
         due = [k for k, (every, _) in kinds.items() if is_last or (late and not round % every)]
         for kind in due:
@@ -440,6 +450,12 @@ class Run:
         with torch_threads(self._evaluation_threads):
             loss, accuracy = self.task.evaluate(*self.data.test.all(), self.metrics.update)
         return {"test_loss": loss, "test_accuracy": accuracy} | self.metrics.compute()
+
+    def _measure(self) -> Record:
+        """What is minimised, at the global model."""
+        assert self.objective is not None
+        self._load()
+        return self.objective.evaluate()
 
     def snapshot(self) -> dict[str, Tensor]:
         """All that the next rounds depend on, by name. Not a copy: write it before going on."""

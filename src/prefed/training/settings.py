@@ -101,6 +101,11 @@ class Settings(BaseModel):
     evaluate_clients_every: PositiveInt | None = None
     """Rounds between two evaluations of clients; None is that of evaluate_every. The last round is
     always evaluated."""
+    objective: Literal["value", "gap"] | None = None
+    """Also measure what is minimised, whenever the test set is evaluated: the loss of the global
+    model on all clients' training samples, with weight decay ("value"). "gap" is besides how far
+    it lies above its minimum, which Newton's method finds first: for convex models with few
+    weights."""
     finetune_steps: PositiveInt | None = None
     """Local steps that each client makes, on a copy of the model, before it is evaluated."""
     kept_state: Literal["auto", "memory", "disk"] = "auto"
@@ -121,6 +126,12 @@ class Settings(BaseModel):
     labels), "best test_f1" that of another number. It is then the model of the result."""
     client_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The probability that a client of a cohort never answers."""
+    stragglers: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """This share of each cohort, drawn anew, is too slow to do all its work, as in FedProx's
+    experiments."""
+    straggler_work: Literal["partial", "drop"] = "partial"
+    """What becomes of them: they stop after fewer local epochs (or local_steps), a number from 1 to
+    all that is drawn anew, and send what they have ("partial"), or they are left out ("drop")."""
     quorum: PositiveInt = 1
     """The number of clients that must answer; with fewer, a round leaves the model as it was."""
     on_divergence: Literal["stop", "continue"] = "stop"
@@ -160,6 +171,20 @@ class Settings(BaseModel):
             raise ValueError(
                 "asynchronous: needs devices, which say when an update arrives; set devices, such "
                 'as devices = "phone" or devices = {steps_per_second = 100, up = 1e6, down = 4e6}'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _is_slow_in_one_way(self) -> Self:
+        if self.stragglers and self.devices is not None:
+            raise ValueError(
+                "stragglers: cannot stand beside devices, whose speeds say who is slow; set "
+                "devices.deadline and devices.partial_work, or leave devices out"
+            )
+        if self.stragglers and self.privacy is not None:
+            raise ValueError(
+                "stragglers: who takes part then depends on more than the accountant of privacy "
+                "knows; leave one of them out"
             )
         return self
 
@@ -205,6 +230,8 @@ class Settings(BaseModel):
         for name, usual in (("mean", "plain"), ("kept_state", "auto")):
             if table[name] == usual:
                 del table[name]
+        if not self.stragglers:
+            del table["stragglers"], table["straggler_work"]
         return {"batch_size": "full", **table} if self.batch_size is None else table
 
     def steps(self, samples: int) -> int:
