@@ -28,6 +28,7 @@ from prefed.core.losses import (
 )
 from prefed.data import FederatedData
 from prefed.training.keyed_dropout import KeyedDropout, keys
+from prefed.training.pooling import WORTH_IT, FastPooling
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -92,6 +93,9 @@ class Task:
         """The model calls scaled_dot_product_attention. `check` finds out."""
         self.numbers_out = 1
         """In the output for a sample. `check` finds out."""
+        self.pooled = 0
+        """Numbers of a sample in its largest max-pooling that has a faster way. `check` finds
+        out."""
 
     @property
     def evaluation_batch(self) -> int:
@@ -104,7 +108,7 @@ class Task:
         held: dict[str, Any] = {"base": self.flat.module, "micro_batch": self.micro_batch}
         other = Task(self.flat.module, self.loss, data, *kind, **held)
         other.randomness, other.attends = self.randomness, self.attends
-        other.numbers_out = self.numbers_out
+        other.numbers_out, other.pooled = self.numbers_out, self.pooled
         other.flat.buffers.like(self.flat.buffers)
         return other
 
@@ -139,7 +143,9 @@ class Task:
         x = self.transform(x) if self.transform else x
         if self.channels_last:
             x = batch.mapped(_channels_last, x)
-        with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bfloat16"):
+        worth_it = self.pooled * batch.size(x) >= WORTH_IT
+        half = torch.autocast(self.device.type, torch.bfloat16, self.precision == "bfloat16")
+        with half, FastPooling() if worth_it else nullcontext():
             output = tensor_of(batch.call(self.flat.module, x))
         return output.to(self.flat.weights.dtype) if self.precision == "bfloat16" else output
 
@@ -238,11 +244,13 @@ class Task:
                 )
         training = self.flat.module.training
         try:
-            with torch.no_grad():
+            with torch.no_grad(), FastPooling() as pooling:
                 output = tensor_of(
                     batch.call(self.flat.module.eval(), batch.moved(fed, self.device))
                 )
             self.numbers_out = max(1, output.numel() // len(y))
+            if not self.channels_last and self.precision == "float32":
+                self.pooled = pooling.largest // len(y)
             self._check_targets(data, output, y)
             self._check_classes(fed, output, y)
             with torch.no_grad():

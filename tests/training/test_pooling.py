@@ -1,0 +1,112 @@
+"""The faster max-pooling against torch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import prefed
+from prefed.models.simple_cnn import simple_cnn
+from prefed.training import pooling, task
+from prefed.training.pooling import FastPooling, max_pool
+
+
+def both(x: Tensor, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+    """Values and gradients, of ours and of torch's."""
+    found = []
+    for pool in (max_pool, lambda x: functional.max_pool2d(x, 2)):
+        leaf = x.clone().requires_grad_()
+        y = pool(leaf)
+        given = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(seed))
+        found.append((y.detach(), torch.autograd.grad(y, leaf, given)[0]))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "shape", [(5, 3, 8, 8), (2, 6, 7, 9), (1, 2, 2, 3), (3, 4, 5, 2), (2, 2, 4, 300)]
+)
+def test_it_has_the_bits_of_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Odd sizes, one sample, rows that are longer than a byte counts."""
+    x = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    for values in (x, x.relu(), (3 * x).round()):  # few ties, windows of zeros, many ties
+        ours, theirs = both(values)
+        assert all(map(torch.equal, ours, theirs))
+
+
+def test_the_first_of_equal_numbers_gets_the_gradient() -> None:
+    """Every window of the numbers 0, 1 and 2."""
+    x = torch.cartesian_prod(*[torch.arange(3.0)] * 4).view(81, 1, 2, 2).expand(-1, 2, -1, -1)
+    ours, theirs = both(x.contiguous())
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_not_finite_go_torch_s_way(value: float) -> None:
+    x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    x[0, 1, 2, 3] = x[1, 0, 0, 0] = x[1, 0, 0, 1] = value
+    for ours, theirs in zip(*both(x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_it_can_be_differentiated_twice() -> None:
+    x = torch.randn(2, 2, 5, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: max_pool(x).square(), x)
+
+
+class Pools(nn.Module):
+    """Pools as modules and as functions have it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.pool, self.options = nn.MaxPool2d(2, **options), options
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        by_name = functional.max_pool2d(x, kernel_size=2, **self.options)
+        return self.pool(x), by_name, torch.max_pool2d(x, [2, 2], **self.options)
+
+
+@pytest.mark.parametrize(
+    ("options", "fast"),
+    [({}, 3), ({"stride": 2}, 3), ({"stride": 1}, 0), ({"padding": 1}, 0), ({"ceil_mode": True}, 0)],
+)
+def test_calls_are_caught_wherever_they_are(
+    options: dict[str, Any], fast: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(pooling, "WORTH_IT", 0)
+    monkeypatch.setattr(pooling, "max_pool", lambda x: calls.append(1) or max_pool(x))
+    x, model = torch.randn(2, 3, 7, 7), Pools(**options)
+    for given in (x, x.to(memory_format=torch.channels_last), x[0], x.bfloat16(), x[:, :1]):
+        plain = model(given)
+        with FastPooling():
+            assert all(map(torch.equal, model(given), plain))
+    assert len(calls) == fast, "of the first alone"
+
+
+def test_a_run_has_the_same_bits_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training and evaluation, on two workers, against torch's pooling."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(24, 1, 17, 16, generator=generator), torch.arange(24) % 3
+    data = prefed.FederatedData([(x[:12], y[:12]), (x[12:], y[12:])], test=(x, y))
+    used = []
+
+    def run() -> Tensor:
+        torch.manual_seed(0)
+        model = simple_cnn((1, 17, 16), 3)
+        settings = {"rounds": 2, "local_steps": 2, "batch_size": 4, "workers": 2}
+        result = prefed.simulate(
+            prefed.PreFed(), model, data, engine="sequential", device="cpu", **settings
+        )
+        return torch.cat([result.weights, torch.tensor([r["test_loss"] for r in result.history])])
+
+    plain = run()
+    monkeypatch.setattr(pooling, "WORTH_IT", 0)
+    monkeypatch.setattr(task, "WORTH_IT", 1)
+    monkeypatch.setattr(pooling, "max_pool", lambda x: used.append(1) or max_pool(x))
+    assert torch.equal(run(), plain)
+    assert used
