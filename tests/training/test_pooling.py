@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn import functional
 import prefed
 from prefed.models.simple_cnn import simple_cnn
 from prefed.training import pooling, task
-from prefed.training.pooling import FastPooling, max_pool
+from prefed.training.pooling import FastPooling, PoolsFirst, max_pool, pool_before_relu
 
 
 def both(x: Tensor, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
@@ -72,7 +73,13 @@ class Pools(nn.Module):
 
 @pytest.mark.parametrize(
     ("options", "fast"),
-    [({}, 3), ({"stride": 2}, 3), ({"stride": 1}, 0), ({"padding": 1}, 0), ({"ceil_mode": True}, 0)],
+    [
+        ({}, 3),
+        ({"stride": 2}, 3),
+        ({"stride": 1}, 0),
+        ({"padding": 1}, 0),
+        ({"ceil_mode": True}, 0),
+    ],
 )
 def test_calls_are_caught_wherever_they_are(
     options: dict[str, Any], fast: int, monkeypatch: pytest.MonkeyPatch
@@ -110,3 +117,63 @@ def test_a_run_has_the_same_bits_with_it(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(pooling, "max_pool", lambda x: used.append(1) or max_pool(x))
     assert torch.equal(run(), plain)
     assert used
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        nn.MaxPool2d(2),
+        nn.MaxPool2d(3, stride=2, padding=1),
+        nn.MaxPool2d(2, stride=1, dilation=2),
+        nn.MaxPool2d((3, 2), ceil_mode=True),
+    ],
+)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_relu_behind_pooling_has_the_same_bits(pool: nn.Module, inplace: bool) -> None:
+    """Ties, windows without a positive number, windows that overlap, NaN and infinity."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Conv2d(2, 16, 3), nn.ReLU(inplace), pool)
+    plain = nn.Sequential(inner, nn.Flatten(), nn.LazyLinear(3))
+    x = (2 * torch.randn(4, 2, 11, 9)).round() - 1
+    plain(x)
+    swapped = copy.deepcopy(plain)
+    pool_before_relu(swapped)
+    assert type(swapped[0]) is PoolsFirst
+    assert [*swapped[0]] == [swapped[0][0], swapped[0][1], swapped[0][2]], "as they stand"
+    for number in (0.0, torch.inf, torch.nan):
+        x[0, 0, 3, 3] = number
+        found = []
+        for model in (plain, swapped):
+            model.zero_grad()
+            y = model(x)
+            functional.cross_entropy(y, torch.arange(4) % 3).backward()
+            found.append([y, *(p.grad for p in model.parameters())])
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_model_is_given_back_as_it_was_written() -> None:
+    x, y = torch.randn(6, 1, 17, 16), torch.arange(6) % 3
+    model = simple_cnn((1, 17, 16), 3)
+    data, settings = (
+        prefed.FederatedData([(x, y)]),
+        prefed.Settings(rounds=1, local_steps=1, device="cpu"),
+    )
+    run = prefed.Run(prefed.FedAvg(client_lr=0.1), model, data, settings)
+    module = run.task.flat.module
+    assert type(module) is PoolsFirst
+    assert type(run.task.copy(run.data).flat.module) is PoolsFirst
+    assert type(model) is type(run.model()) is nn.Sequential
+    assert torch.equal(run.model()(x), model(x))
+    assert run.config["model"]["python"] == "Sequential", "runs of earlier versions are known again"
+
+
+def test_where_somebody_listens_nothing_is_swapped() -> None:
+    for listened in (1, 2):
+        model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2))
+        model[listened].register_forward_hook(lambda *_: None)
+        pool_before_relu(model)
+        assert type(model) is nn.Sequential
+    for layers in ([nn.Tanh(), nn.MaxPool2d(2)], [nn.ReLU(), nn.MaxPool2d(2, return_indices=True)]):
+        pool_before_relu(model := nn.Sequential(*layers))
+        assert type(model) is nn.Sequential, "tanh makes ties of its own"

@@ -28,7 +28,7 @@ from prefed.core.losses import (
 )
 from prefed.data import FederatedData
 from prefed.training.keyed_dropout import KeyedDropout, keys
-from prefed.training.pooling import WORTH_IT, FastPooling
+from prefed.training.pooling import WORTH_IT, FastPooling, as_written, pool_before_relu
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -71,6 +71,7 @@ class Task:
             raise PrefedError(f"model: should be a torch.nn.Module, not {type(model).__name__}")
         _refuse_lazy(model)
         model = copy.deepcopy(model, _frozen(base)).to(device)
+        pool_before_relu(model)
         if channels_last and device.type == "cpu" and _narrow(model):
             raise PrefedError(
                 "channels_last: on a CPU it needs convolutions whose channels are multiples of 16"
@@ -118,6 +119,7 @@ class Task:
         base = None if self.channels_last else self.flat.module
         module = copy.deepcopy(self.flat.module, _frozen(base)).eval()
         _lay_out(module, torch.contiguous_format)
+        as_written(module)
         module.zero_grad(set_to_none=True)
         return module
 
