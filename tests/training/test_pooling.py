@@ -16,6 +16,20 @@ from prefed.training import pooling, task
 from prefed.training.pooling import FastPooling, PoolsFirst, max_pool, pool_before_relu
 
 
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What goes the fast way from now on, which all that can does."""
+    seen: list[Tensor] = []
+
+    def watch(x: Tensor) -> Tensor:
+        seen.append(x)
+        return max_pool(x)
+
+    monkeypatch.setattr(pooling, "WORTH_IT", 0)
+    monkeypatch.setattr(task, "WORTH_IT", 1)
+    monkeypatch.setattr(pooling, "max_pool", watch)
+    return seen
+
+
 def both(x: Tensor, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
     """Values and gradients, of ours and of torch's."""
     found = []
@@ -84,9 +98,7 @@ class Pools(nn.Module):
 def test_calls_are_caught_wherever_they_are(
     options: dict[str, Any], fast: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[int] = []
-    monkeypatch.setattr(pooling, "WORTH_IT", 0)
-    monkeypatch.setattr(pooling, "max_pool", lambda x: calls.append(1) or max_pool(x))
+    calls = watched(monkeypatch)
     x, model = torch.randn(2, 3, 7, 7), Pools(**options)
     for given in (x, x.to(memory_format=torch.channels_last), x[0], x.bfloat16(), x[:, :1]):
         plain = model(given)
@@ -100,21 +112,18 @@ def test_a_run_has_the_same_bits_with_it(monkeypatch: pytest.MonkeyPatch) -> Non
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(24, 1, 17, 16, generator=generator), torch.arange(24) % 3
     data = prefed.FederatedData([(x[:12], y[:12]), (x[12:], y[12:])], test=(x, y))
-    used = []
 
     def run() -> Tensor:
         torch.manual_seed(0)
         model = simple_cnn((1, 17, 16), 3)
-        settings = {"rounds": 2, "local_steps": 2, "batch_size": 4, "workers": 2}
+        settings: dict[str, Any] = {"rounds": 2, "local_steps": 2, "batch_size": 4, "workers": 2}
         result = prefed.simulate(
             prefed.PreFed(), model, data, engine="sequential", device="cpu", **settings
         )
         return torch.cat([result.weights, torch.tensor([r["test_loss"] for r in result.history])])
 
     plain = run()
-    monkeypatch.setattr(pooling, "WORTH_IT", 0)
-    monkeypatch.setattr(task, "WORTH_IT", 1)
-    monkeypatch.setattr(pooling, "max_pool", lambda x: used.append(1) or max_pool(x))
+    used = watched(monkeypatch)
     assert torch.equal(run(), plain)
     assert used
 

@@ -46,7 +46,7 @@ def as_written(model: nn.Module) -> None:
     """Undo `pool_before_relu`."""
     for module in model.modules():
         if type(module) is PoolsFirst:
-            module.__class__ = nn.Sequential
+            module.__class__ = nn.Sequential  # type: ignore[assignment]
 
 
 def _reordered(layers: list[nn.Module]) -> list[nn.Module]:
@@ -87,7 +87,7 @@ def max_pool(x: Tensor) -> Tensor:
     """torch's max_pool2d(x, 2) of x (N, C, H, W), in torch's usual memory format."""
     if not math.isfinite(x.detach().sum()):  # of several NaNs the last counts: torch knows
         return functional.max_pool2d(x, 2)
-    pooled: Tensor = _MaxPool.apply(x)
+    pooled: Tensor = _MaxPool.apply(x)  # type: ignore[no-untyped-call]
     return pooled
 
 
