@@ -107,6 +107,7 @@ bench: venv
 	$(BIN)/python bench/clients.py
 	$(BIN)/python bench/ranks.py
 	$(BIN)/python bench/codecs.py
+	$(BIN)/python bench/convolutions.py
 
 bench-peers: venv
 	$(BIN)/python bench/peers/run.py

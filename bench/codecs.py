@@ -58,10 +58,11 @@ def main() -> None:
 
     likes = server.values(lite)
     values = {n: P if n == "P" else change[:, : v.numel()] for n, v in likes.items()}
+    update = Update(values, {}, change[:, 0], [load.local_steps])
 
     def message() -> None:
         for client in cohort:
-            sent, _ = upload(lite, server, Update(values, {}, P), [client], {}, 0)
+            sent, _ = upload(lite, server, update, [client], {}, 0)
             receive(lite, server, sent)
 
     names = [name for name in prefed.CODECS.names() if name != "exact"]

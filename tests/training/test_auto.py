@@ -14,7 +14,7 @@ from prefed.core import machine
 from prefed.experiments.config import load
 from prefed.training.engines import auto
 from prefed.training.engines.auto import Choice
-from prefed.training.engines.vectorised import Vectorised
+from prefed.training.engines.vectorised import Vectorised, VectorisedBlock
 from prefed.training.engines.workers import Workers
 from prefed.training.local_trainer import LocalTrainer
 from prefed.training.task import Task
@@ -176,6 +176,34 @@ def test_a_hopeless_candidate_is_dropped_half_way(monkeypatch: pytest.MonkeyPatc
     made.prepare()
     assert local(made).choice == Choice("sequential", 1)
     assert blocks["Vectorised"] <= 2, "one block each time it was tried"
+
+
+def test_a_hopeless_candidate_is_dropped_inside_a_local_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clock by which a step of a client takes a hundred times as long vectorised."""
+    monkeypatch.setattr(auto, "SHORT", 0)
+    monkeypatch.setattr(auto, "STEPS", 20)
+    monkeypatch.setattr(machine, "cores", lambda: 1)
+    clock, steps = {"now": 0.0}, [0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock["now"])
+    alone, together = Task.gradient, VectorisedBlock.differentiate
+
+    def gradient(self: Task, *args: Any) -> torch.Tensor:
+        clock["now"] += 1
+        return alone(self, *args)
+
+    def differentiate(self: VectorisedBlock, k: int) -> torch.Tensor:
+        clock["now"] += 100 * len(self.clients)
+        steps[0] += 1
+        return together(self, k)
+
+    monkeypatch.setattr(Task, "gradient", gradient)
+    monkeypatch.setattr(VectorisedBlock, "differentiate", differentiate)
+    made = simulation("clients_per_round=10", "local_steps=20")
+    made.prepare()
+    assert local(made).choice == Choice("sequential", 1)
+    assert steps[0] <= 3, "one to see whether the engine can, and one each time it was tried"
 
 
 def test_the_command_line_shows_the_choice(tmp_path: Any) -> None:

@@ -41,14 +41,13 @@ def shakespeare(
     one = (torch.int64,), ()
     form: cache.Form = {"x": codes, "y": targets, "test_x": codes, "test_y": targets}
     form = {**form, "client": one, "classes": one}
-    found = cache.decoded(
-        "shakespeare", [where], [length, test], form, lambda: _decode(where, length, test)
-    )
+    options = length, test, skip
+    found = cache.decoded("shakespeare", [where], options, form, lambda: _decode(where, *options))
     test_pair = found["test_x"], found["test_y"]
     return Dataset(found["x"], found["y"], test_pair, None, found["client"], int(found["classes"]))
 
 
-def _decode(where: Path, length: int, test: float) -> cache.Arrays:
+def _decode(where: Path, length: int, test: float, skip: int) -> cache.Arrays:
     try:
         text = where.read_bytes().decode()
     except UnicodeDecodeError as error:

@@ -28,6 +28,7 @@ from prefed.core.losses import (
 )
 from prefed.data import FederatedData
 from prefed.training.keyed_dropout import KeyedDropout, keys
+from prefed.training.pooling import WORTH_IT, FastPooling, as_written, pool_before_relu
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -78,6 +79,7 @@ class Task:
         _refuse_lazy(model)
         model = copy.deepcopy(model, _frozen(base)).to(device)
         freeze(model, frozen)
+        pool_before_relu(model)
         if channels_last and device.type == "cpu" and _narrow(model):
             raise PrefedError(
                 "channels_last: on a CPU it needs convolutions whose channels are multiples of 16"
@@ -102,6 +104,9 @@ class Task:
         """In the output for a sample. `check` finds out."""
         self._in_pieces: bool | None = None
         """Images may be evaluated in pieces; None if that was not tried yet."""
+        self.pooled = 0
+        """Numbers of a sample in its largest max-pooling that has a faster way. `check` finds
+        out."""
 
     @property
     def evaluation_batch(self) -> int:
@@ -114,7 +119,7 @@ class Task:
         held: dict[str, Any] = {"base": self.flat.module, "micro_batch": self.micro_batch}
         other = Task(self.flat.module, self.loss, data, *kind, **held)
         other.randomness, other.attends = self.randomness, self.attends
-        other.numbers_out = self.numbers_out
+        other.numbers_out, other.pooled = self.numbers_out, self.pooled
         other.flat.buffers.like(self.flat.buffers)
         return other
 
@@ -124,6 +129,7 @@ class Task:
         base = None if self.channels_last else self.flat.module
         module = copy.deepcopy(self.flat.module, _frozen(base)).eval()
         _lay_out(module, torch.contiguous_format)
+        as_written(module)
         module.zero_grad(set_to_none=True)
         return module
 
@@ -152,7 +158,9 @@ class Task:
     def forward(self, x: Inputs) -> Tensor:
         """The model's output, in the precision of its weights whatever the precision inside."""
         x = self.prepared(x)
-        with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bfloat16"):
+        worth_it = self.pooled * batch.size(x) >= WORTH_IT
+        half = torch.autocast(self.device.type, torch.bfloat16, self.precision == "bfloat16")
+        with half, FastPooling() if worth_it else nullcontext():
             output = tensor_of(batch.call(self.flat.module, x))
         return output.to(self.flat.weights.dtype) if self.precision == "bfloat16" else output
 
@@ -265,11 +273,13 @@ class Task:
                 )
         training = self.flat.module.training
         try:
-            with torch.no_grad():
+            with torch.no_grad(), FastPooling() as pooling:
                 output = tensor_of(
                     batch.call(self.flat.module.eval(), batch.moved(fed, self.device))
                 )
             self.numbers_out = max(1, output.numel() // len(y))
+            if not self.channels_last and self.precision == "float32":
+                self.pooled = pooling.largest // len(y)
             self._check_targets(data, output, y)
             self._check_classes(fed, output, y)
             with torch.no_grad():

@@ -14,9 +14,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
+from torch import Tensor
+
 from prefed.algorithms import Algorithm
 from prefed.core.machine import threads_for, torch_threads, usable_threads
 from prefed.data import FederatedData
+from prefed.rules import Rule, State
+from prefed.rules.wrapped import Wrapped
 from prefed.training.batches import local_steps
 from prefed.training.engines.engine import train_block
 from prefed.training.engines.vectorised import Vectorised
@@ -106,12 +110,16 @@ def choose(
         pool = pools[choice]
         blocks = pool.blocks(algorithm, cohort)[: BLOCKS * choice.workers]
         count = sum(sum(local_steps(brief, data, clients)) for _, clients in blocks)
-        train = partial(train_block, algorithm, server, kept, settings.seed)
+        start = time.perf_counter()
+        watched = until(algorithm, start + most * count)
+        train = partial(train_block, watched, server, kept, settings.seed)
         with torch_threads(choice.threads), closing(pool.updates(train, blocks)) as updates:
-            start = time.perf_counter()
-            for _ in updates:
-                if time.perf_counter() - start > most * count:
-                    return math.inf
+            try:
+                for _ in updates:
+                    if time.perf_counter() - start > most * count:
+                        return math.inf
+            except Late:
+                return math.inf
         return (time.perf_counter() - start) / count
 
     pools: dict[Choice, Workers] = {}
@@ -148,6 +156,35 @@ def choose(
     measured = "; ".join(f"{choice} {1e3 * t:.3g}" for choice, t in times.items())
     log.info("engine: %s, the fastest measured (ms per local step: %s)", best, measured)
     return best
+
+
+class Late(Exception):
+    """A local update was broken off: it takes too long to be the fastest."""
+
+
+@dataclass(frozen=True)
+class Timed(Wrapped):
+    """A client rule whose steps end with Late from a moment on."""
+
+    end: float
+
+    def apply(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
+        if time.perf_counter() > self.end:
+            raise Late
+        self.rule.apply(w, g, state, lr, k)
+
+
+def until(algorithm: Algorithm, end: float) -> Algorithm:
+    """The algorithm, with local updates that are broken off between two steps once it is late."""
+    if math.isinf(end):
+        return algorithm
+
+    def in_turns(rule: Rule, shared: int) -> Rule:
+        return Timed(algorithm.in_turns(rule, shared), end)
+
+    watched = algorithm.model_copy()
+    watched.__dict__["in_turns"] = in_turns  # of this copy alone, whatever its class
+    return watched
 
 
 def candidates(

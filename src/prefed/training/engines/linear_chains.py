@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from prefed.core.hooks import hooked
 from prefed.training.keyed_dropout import dropout
 
 Forward = Callable[[Mapping[str, Tensor], Tensor, Tensor | None], Tensor]
@@ -125,23 +126,18 @@ def plan_gradient(module: nn.Module) -> Differentiate | None:
 
 def _chain(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     """The layers of nested Sequentials in order, with the prefix of their parameters' names."""
-    if type(module) is not nn.Sequential or _hooked(module):
+    if type(module) is not nn.Sequential or hooked(module):
         return [(prefix, module)]
     children = module._modules.items()
     return [pair for name, child in children if child for pair in _chain(child, f"{prefix}{name}.")]
 
 
 def _known(layer: nn.Module) -> bool:
-    if _hooked(layer) or not all(p.requires_grad for p in layer.parameters()):
+    if hooked(layer) or not all(p.requires_grad for p in layer.parameters()):
         return False
     if type(layer) is nn.Flatten:
         return (layer.start_dim, layer.end_dim) == (1, -1)
     return type(layer) in (nn.Linear, nn.Dropout, *ELEMENTWISE)
-
-
-def _hooked(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-    return any(hooks) or bool(module._backward_pre_hooks)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
