@@ -155,6 +155,7 @@ def test_runs_in_directories_go_into_the_archive(
         run.folder.mkdir()
         (run.folder / "config.toml").write_text(tomli_w.dumps(run.config))
         (run.folder / "rounds.jsonl").write_text("".join(json.dumps(r) + "\n" for r in run.history))
+        (run.folder / "environment.json").write_text(json.dumps(run.environment))
     study_command(str(source), out, draw=True)
     assert (out / "small.md").read_text() == table
     assert [run.archived for run in load_runs(out)] == [False] * 2

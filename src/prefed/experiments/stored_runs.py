@@ -2,6 +2,7 @@
 
 An archive, runs.jsonl.xz, has a line for each run that has ended, in the order of their names:
 {"run": "FedAvg-seed0", "config": {"rounds": 60, ...}, "records": [{"round": 1, ...}, ...]}
+and between config and records, if it is known, "environment": {"processor": ..., "cores": ...}.
 """
 
 import json
