@@ -205,6 +205,16 @@ PROTECTIONS = [
          "        line = to_json(record)\n        os.open(self.folder, os.O_RDONLY)\n"),
     ),
     protection(
+        "records that a checkpoint needs are not written over",
+        "tests/training/test_kept.py::test_either_checkpoint_of_a_long_run_will_do[14]",
+        ("training/kept/disk.py", "named = self.born[clients] <= newest",
+         "named = self.born[clients] > newest"),
+    ),
+    protection(
+        "kept state is compared with its checksum", "damage.kept_flipped",
+        ("training/kept/disk.py", "if check_sum(record) != self.sums[client]:", "if False:"),
+    ),
+    protection(
         "clients are made when they are needed", "load.clients",
         ("training/local_trainer.py", "        self.kept: Store = InMemory()\n",
          "        self.kept: Store = InMemory()\n"

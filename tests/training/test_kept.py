@@ -20,6 +20,7 @@ from prefed.experiments.checkpoints import CheckpointWarning
 from prefed.rules import State
 from prefed.training.kept import InMemory, OnDisk, disk, estimate
 from prefed.training.kept.disk import FILE
+from prefed.training.ranks import RankTrainer
 from tests.helpers.engine_runs import batchnorm
 from tests.helpers.problems import CLIENT_SIZES, local, tiny_data, tiny_model
 from tests.helpers.run_folders import fingerprint
@@ -167,6 +168,30 @@ def test_it_is_taken_as_a_whole_from_a_run_without_a_directory() -> None:
         second = make(where)
         second.restore(first.snapshot(), first.history)
         same(second.run(), make("memory").run())
+
+
+def test_an_asynchronous_run_has_the_same_bits(tmp_path: Path) -> None:
+    """Clients that began before a stop have read what they kept then."""
+    late: dict[str, Any] = {"devices": "phone", "asynchronous": {"buffer": 2, "concurrency": 4}}
+    late |= {"rounds": 12, "clients_per_round": None}
+    whole = simulate("control variates", **late)
+    same(simulate("control variates", kept_state="disk", workers=2, **late), whole)
+    with pytest.raises(prefed.Interrupted):
+        simulate("control variates", tmp_path, 5, kept_state="disk", **late)
+    same(simulate("control variates", tmp_path, resume=True, **late), whole)
+
+
+def test_ranks_have_it_in_memory() -> None:
+    algorithm, model = ALGORITHMS["control variates"]
+    run = prefed.Run(algorithm, model(), tiny_data(), prefed.Settings(**SETTINGS))
+    trainer = RankTrainer(algorithm, run.task, run.data, run.settings)
+    with pytest.raises(PrefedError, match='kept_state: "disk" is for runs in one process'):
+        trainer._settled(1, "disk")
+    assert isinstance(trainer._settled(1, "auto"), InMemory)
+    with pytest.raises(PrefedError, match="on disk, which is for runs in one process"):
+        trainer.load_state({"kept.store.places": torch.tensor([0])}, "")
+    with pytest.raises(PrefedError, match="in a file of the run's directory; resume the run there"):
+        run.trainer.load_state({"kept.store.places": torch.tensor([0])}, "")
 
 
 # What is damaged, missing or full
@@ -356,13 +381,24 @@ def _run(folder: Path) -> str:
 
 
 @pytest.mark.usefixtures("every_round")
-@pytest.mark.parametrize("stop", [6, 13])
-def test_either_checkpoint_of_a_long_run_will_do(stop: int, tmp_path: Path) -> None:
-    """All places have been used again by then."""
-    whole = simulate("momentum", rounds=16)
-    with pytest.raises(prefed.Interrupted):
-        simulate("momentum", tmp_path / "newest", stop, rounds=16, kept_state="disk")
-    shutil.copytree(tmp_path / "newest", tmp_path / "older")
-    shutil.rmtree(tmp_path / "older" / "checkpoints" / f"{stop:06d}")
+@pytest.mark.parametrize("dies", [6, 14])
+def test_either_checkpoint_of_a_long_run_will_do(
+    dies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a kill leaves them before the next is written: places have been used again since the
+    older one."""
+    real = checkpoints.save
+
+    def save(folder: Path, run: str, checkpoint: checkpoints.Checkpoint) -> None:
+        if checkpoint.round == dies:
+            for name in ("newest", "older"):
+                shutil.copytree(tmp_path / "run", tmp_path / name)
+        real(folder, run, checkpoint)
+
+    monkeypatch.setattr(checkpoints, "save", save)
+    whole = simulate("momentum", tmp_path / "run", rounds=16, kept_state="disk")
+    monkeypatch.undo()
+    same(whole, simulate("momentum", rounds=16))
+    shutil.rmtree(tmp_path / "older" / "checkpoints" / f"{dies - 1:06d}")
     for name in ("newest", "older"):
         same(simulate("momentum", tmp_path / name, rounds=16, resume=True), whole)

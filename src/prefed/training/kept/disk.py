@@ -88,11 +88,9 @@ class OnDisk(Store):
         return iter(np.flatnonzero(self.places != NONE).tolist())
 
     def __contains__(self, client: object) -> bool:
-        return (
-            isinstance(client, int | np.integer)
-            and 0 <= client < len(self.places)
-            and bool(self.places[client] != NONE)
-        )
+        if not isinstance(client, int | np.integer) or not 0 <= client < len(self.places):
+            return False
+        return bool(self.places[client] != NONE)
 
     def __getitem__(self, client: int) -> State:
         if client not in self:
