@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -11,7 +12,11 @@ import prefed
 from prefed import ALGORITHMS
 from prefed.core.schedule import at
 from prefed.experiments.config import algorithms_of, load, presets
+from prefed.experiments.run_directory import execute
+from prefed.experiments.study import read as read_study
+from prefed.training import settings
 from tests.helpers import official
+from tests.helpers.run_folders import fingerprint, small
 
 SMALL = {
     "cifar10": ["data.complete=false"],
@@ -132,3 +137,20 @@ def test_what_is_shipped_is_packaged() -> None:
     packaged = {path for pattern in patterns for path in root.glob(pattern)}
     files = {path for path in root.rglob("*") if path.is_file() and path.suffix != ".py"}
     assert not {path for path in files - packaged if "__pycache__" not in path.parts}
+
+
+def test_workers_as_many_as_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as with one, and a word in the config, whatever the machine."""
+    monkeypatch.setattr(settings, "usable_threads", lambda: 2)
+    for workers in ("1", "cores"):
+        config = small("prefed", "engine=sequential", f"workers={workers}")
+        result = execute(config, tmp_path / workers)
+        assert config.to_dict()["workers"] == (1 if workers == "1" else "cores")
+        about = json.loads((tmp_path / workers / "environment.json").read_text())
+        assert about["engine"].startswith(f"sequential x {1 if workers == '1' else 2}")
+        assert len(result.history) == 5
+    assert fingerprint(tmp_path / "1") == fingerprint(tmp_path / "cores")
+    execute(config, tmp_path / "cores", resume=True)
+    assert load("cifar10-small").to_dict()["workers"] == "cores"
+    _, study = read_study("cifar10-noniid")
+    assert study.make_config("fedavg", "fedavg", {}).workers == 1  # a process has one core

@@ -348,7 +348,7 @@ def test_student_is_that_of_printed_tables(freedom: int, level: float, table: fl
 def test_without_scipy_a_study_says_so_before_it_runs(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    monkeypatch.setitem(sys.modules, "scipy.special", None)
     with pytest.raises(PrefedError, match=r"pip install 'prefed\[stats\]'"):
         study_command(str(source), tmp_path / "out")
     assert not (tmp_path / "out").exists()
