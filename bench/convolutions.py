@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from prefed.core.flat_model import FlatModel
 from prefed.models.cnn import cnn
 from prefed.models.simple_cnn import simple_cnn
-from prefed.training import pooling
+from prefed.training.pooling import FastPooling, pool_before_relu
 
 PASSES = 40
 Shape = tuple[int, ...]
@@ -136,14 +136,14 @@ def steps_of(name: str) -> dict[str, Callable[[], Tensor]]:
         return flat.gradient
 
     together, later = in_one_call(model), nn.Sequential(*model)
-    pooling.pool_before_relu(later)
+    pool_before_relu(later)
     off = lambda: torch.backends.mkldnn.flags(enabled=False)  # noqa: E731
     last = lambda: usual.to(memory_format=torch.channels_last)  # noqa: E731
     return {
         "plain": step,
-        "ReLU behind max-pooling (kept)": lambda: step(module=later),
-        "2 x 2 max-pooling by rows (kept, where it is large)": lambda: step(pooling.FastPooling),
-        "both": lambda: step(pooling.FastPooling, later),
+        "ReLU behind max-pooling, neighbours (kept)": lambda: step(module=later),
+        "ReLU and max-pooling caught, 2 x 2 by rows (kept)": lambda: step(FastPooling),
+        "both": lambda: step(FastPooling, later),
         "convolution + bias + ReLU in one call": lambda: step(module=together),
         "unfold and a product": lambda: step(lambda: Unfolded(False)),
         "unfold and a product, first layer": lambda: step(lambda: Unfolded(True)),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -128,6 +130,79 @@ def test_a_run_has_the_same_bits_with_it(monkeypatch: pytest.MonkeyPatch) -> Non
     assert used
 
 
+Between = Callable[[Tensor, Tensor], object]
+"""What is done with the input and the output of a ReLU before it is pooled."""
+
+
+class Net(nn.Module):
+    """ReLU and pooling as modules and as functions, some of them with something between."""
+
+    def __init__(self, pool: nn.Module, between: Between | None = None) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(2, 16, 3), nn.ReLU(), pool)
+        self.second, self.last, self.between = nn.Conv2d(16, 4, 2), nn.LazyLinear(3), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x))
+        y = functional.relu(x)
+        if self.between is not None:
+            self.between(x, y)
+        both = functional.max_pool2d(y, 2, stride=1).flatten(1), y.flatten(1)
+        scores: Tensor = self.last(torch.cat(both, 1))
+        return scores
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        nn.MaxPool2d(2),
+        nn.MaxPool2d(3, stride=2, padding=1),
+        nn.MaxPool2d(2, stride=1, dilation=2),
+        nn.MaxPool2d((3, 2), ceil_mode=True),
+    ],
+)
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    "between", [None, lambda x, _: x.detach().neg_(), lambda _, y: y.retain_grad()]
+)
+def test_relu_behind_pooling_has_the_same_bits(
+    pool: nn.Module, channels_last: bool, between: Between | None
+) -> None:
+    """Ties, windows without a positive number, windows that overlap, NaN and infinity; ReLU that is
+    used twice, whose input is written to before it is pooled, or that is asked for its gradient."""
+    torch.manual_seed(0)
+    model = Net(pool, between)
+    x = (2 * torch.randn(4, 2, 11, 9)).round() - 1
+    model(x)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+        for parameter in model.parameters():
+            if parameter.dim() == 4:
+                parameter.data = parameter.data.to(memory_format=torch.channels_last)
+    for number in (0.0, torch.inf, torch.nan):
+        x[0, 0, 3, 3] = number
+        found = []
+        for around in (nullcontext(), FastPooling()):
+            model.zero_grad()
+            with around:
+                y = model(x)
+            functional.cross_entropy(y, torch.arange(4) % 3).backward()
+            found.append([y, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_relu_is_differentiated_after_pooling_alone() -> None:
+    conv, x = nn.Conv2d(1, 2, 3), torch.randn(2, 1, 8, 8)
+    with FastPooling() as mode:
+        y = functional.max_pool2d(functional.relu(conv(x)), 2)
+    assert mode.largest == 2 * 2 * 6 * 6
+    assert type(y.grad_fn).__name__ == "ReluBackward0"
+    (before, _), *_ = y.grad_fn.next_functions  # type: ignore[union-attr]
+    (convolution, _), *_ = before.next_functions  # type: ignore[union-attr]
+    assert type(convolution).__name__ == "ConvolutionBackward0"
+
+
 @pytest.mark.parametrize(
     "pool",
     [
@@ -138,7 +213,7 @@ def test_a_run_has_the_same_bits_with_it(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 @pytest.mark.parametrize("inplace", [False, True])
-def test_relu_behind_pooling_has_the_same_bits(pool: nn.Module, inplace: bool) -> None:
+def test_neighbours_that_change_places_have_the_same_bits(pool: nn.Module, inplace: bool) -> None:
     """Ties, windows without a positive number, windows that overlap, NaN and infinity."""
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Conv2d(2, 16, 3), nn.ReLU(inplace), pool)
@@ -148,7 +223,7 @@ def test_relu_behind_pooling_has_the_same_bits(pool: nn.Module, inplace: bool) -
     swapped = copy.deepcopy(plain)
     pool_before_relu(swapped)
     assert type(swapped[0]) is PoolsFirst
-    assert [*swapped[0]] == [swapped[0][0], swapped[0][1], swapped[0][2]], "as they stand"
+    assert [type(layer) for layer in swapped[0]] == [type(layer) for layer in inner]
     for number in (0.0, torch.inf, torch.nan):
         x[0, 0, 3, 3] = number
         found = []

@@ -1,17 +1,23 @@
-"""Max-pooling in less time, with the bits of torch's own.
+"""Max-pooling in less time on a CPU, with the bits of torch's own.
 
-`pool_before_relu` has each ReLU and max-pooling that stand side by side in an nn.Sequential change
-places: the largest number of a window is the same before and after ReLU, as are the gradients (of
-windows without a positive number there are none), and ReLU has a quarter of the numbers to do.
+ReLU may stand before max-pooling or behind it: the largest number of a window is the same before
+and after, the first of equal ones too, and windows without a positive number have no gradient.
+Behind it, ReLU has a quarter of the work. `pool_before_relu` has the two change places where they
+are neighbours in an nn.Sequential.
 
-`FastPooling` is entered around a forward pass and catches max-pooling of 2 x 2 on a CPU wherever
-the model calls it. torch looks at each window in turn and notes the place of its largest number,
-with a branch that processors guess wrong. Whole rows of windows are compared here at once, and
-places are worked out for the way back alone. With the channels last torch does so itself.
+`FastPooling` is entered around a forward pass and catches max-pooling wherever the model calls it:
+
+- Behind a ReLU, what is pooled is the input of the ReLU, and the ReLU is taken of the result: the
+  one before has been computed, and is left out on the way back.
+- Of 2 x 2, with the channels not last. torch looks at each window in turn and notes the place of
+  its largest number, with a branch that processors guess wrong. Whole rows of windows are compared
+  here at once, and places are worked out for the way back alone.
 """
 
 import math
+from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,59 +34,99 @@ class PoolsFirst(nn.Sequential):
     """An nn.Sequential whose layers are as they were, and run in another order."""
 
     __qualname__ = nn.Sequential.__qualname__  # by which a run knows its model
+    order: list[int]
 
     def forward(self, input: Any) -> Any:
-        for layer in _reordered([*self]):
-            input = layer(input)
+        layers = [*self]
+        for place in self.order:
+            input = layers[place](input)
         return input
 
 
 def pool_before_relu(model: nn.Module) -> None:
     """In every nn.Sequential of the model, unless somebody listens there."""
     for module in model.modules():
-        if type(module) is nn.Sequential and _reordered(layers := [*module]) != layers:
+        if type(module) is nn.Sequential and (order := _reordered([*module])) != sorted(order):
             module.__class__ = PoolsFirst
+            module.order = order  # type: ignore[assignment]
 
 
 def as_written(model: nn.Module) -> None:
     """Undo `pool_before_relu`."""
     for module in model.modules():
         if type(module) is PoolsFirst:
+            del module.order
             module.__class__ = nn.Sequential  # type: ignore[assignment]
 
 
-def _reordered(layers: list[nn.Module]) -> list[nn.Module]:
-    """Each max-pooling before the ReLU that it stands behind."""
-    found: list[nn.Module] = []
-    for layer in layers:
-        relu = bool(found) and type(found[-1]) is nn.ReLU and not hooked(found[-1])
-        pool = isinstance(layer, POOLS) and type(layer) in POOLS and not layer.return_indices
-        found.insert(len(found) - int(relu and pool and not hooked(layer)), layer)
-    return found
+def _reordered(layers: list[nn.Module]) -> list[int]:
+    """The places of the layers, each max-pooling before the ReLU that it stands behind."""
+    order = list(range(len(layers)))
+    for place, (relu, pool) in enumerate(pairwise(layers)):
+        fits = type(relu) is nn.ReLU and type(pool) in POOLS and not pool.return_indices
+        if fits and not (hooked(relu) or hooked(pool)):
+            order[place : place + 2] = place + 1, place
+    return order
 
 
 WORTH_IT = 1 << 17
-"""Numbers from which on it is faster: catching calls and a way back in Python cost something."""
+"""Numbers from which on it is faster: catching calls costs something, and so does a way back in
+Python."""
 
-_CAUGHT = (functional.max_pool2d, torch.max_pool2d)
+_POOLS = (functional.max_pool2d, torch.max_pool2d)
+_RELUS = (functional.relu, torch.relu, Tensor.relu)
 _backward = torch.ops.aten.max_pool2d_with_indices_backward.default
 
 
+@dataclass(frozen=True)
+class _ReLU:
+    """A call of ReLU that may be followed by max-pooling."""
+
+    x: Tensor
+    y: Tensor
+    versions: tuple[int, int]
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor) -> "_ReLU | None":
+        """None if it was in place, or is not to be differentiated."""
+        if y is x or not y.requires_grad or x.device.type != "cpu":
+            return None
+        return cls(x, y, (x._version, y._version))
+
+    def gave(self, y: Tensor) -> bool:
+        """It did, nothing was written since, and nobody waits for the gradient of y."""
+        alike = y is self.y and (self.x._version, y._version) == self.versions
+        return alike and not y.retains_grad and not y._backward_hooks
+
+
 class FastPooling(TorchFunctionMode):
-    """Within it, max-pooling of many numbers goes the fast way where there is one."""
+    """Within it, max-pooling goes the fast way where there is one."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.relu: _ReLU | None = None
+        """The last one."""
         self.largest = 0
         """Numbers in the largest input that could go it, worth it or not."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _CAUGHT and _by_twos(*args, **kwargs) and _is_plain(x := args[0]):
+        if func in _RELUS:
+            y = func(*args, **kwargs)
+            self.relu = _ReLU.of(args[0], y) if args else None
+            return y
+        if func not in _POOLS or not args:
+            return func(*args, **kwargs)
+        relu, self.relu = self.relu, None
+        x, *rest = args
+        behind = relu is not None and relu.gave(x)
+        by_rows = _by_twos(*args, **kwargs) and _is_plain(x)
+        if behind or by_rows:
             self.largest = max(self.largest, x.numel())
-            if x.numel() >= WORTH_IT:
-                return max_pool(x)
-        return func(*args, **kwargs)
+        if relu is not None and behind:
+            x = relu.x
+        pooled = max_pool(x) if by_rows and x.numel() >= WORTH_IT else func(x, *rest, **kwargs)
+        return torch.relu_(pooled) if behind else pooled
 
 
 def max_pool(x: Tensor) -> Tensor:

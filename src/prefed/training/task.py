@@ -273,13 +273,12 @@ class Task:
                 )
         training = self.flat.module.training
         try:
-            with torch.no_grad(), FastPooling() as pooling:
+            with FastPooling() as pooling:
                 output = tensor_of(
                     batch.call(self.flat.module.eval(), batch.moved(fed, self.device))
-                )
+                ).detach()
             self.numbers_out = max(1, output.numel() // len(y))
-            if not self.channels_last and self.precision == "float32":
-                self.pooled = pooling.largest // len(y)
+            self.pooled = pooling.largest // len(y) if self.precision == "float32" else 0
             self._check_targets(data, output, y)
             self._check_classes(fed, output, y)
             with torch.no_grad():
