@@ -132,7 +132,7 @@ def test_one_client_with_dropout(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     model = (Net() if kind == "convolutions" else Attends(0.3, causal=True)).double()
     plain, fast = (run("scaffold", model, engine, rounds=3) for engine in ENGINES)
     same(plain, fast, 1e-9)
-    assert [steps.graphs for steps in made] == [1]
+    assert [steps.graphs for steps in made if steps.graphs] == [1]
 
 
 @pytest.mark.process

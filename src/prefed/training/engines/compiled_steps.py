@@ -80,13 +80,12 @@ class Steps:
         Or be refused, before anything is done."""
         given = algorithm, rule, weights, shares, state, buffers, [*steps], lr, [*numbers]
         if (kind, numbers[0]) in self.known:
-            found: Tensor = self.compiled(*given)
-            return found
+            return self.compiled(*given)[0]
         for held in (weights, *state.values(), *buffers.values()) if weights.is_cuda else ():
             torch._dynamo.mark_static_address(held)  # changed in place, so not copied for a launch
         try:
             with COMPILING:  # the compiler is not made for threads
-                found = self.compiled(*given)
+                found, _ = self.compiled(*given)
         except Exception as error:  # it has many ways to say that it does not know something
             self.is_refused = True
             cause = getattr(error, "inner_exception", error)
@@ -115,7 +114,7 @@ class Steps:
         return inductor(graph, inputs, config_patches=recorded)
 
 
-def _make(gradients: Gradients, layout: Layout) -> Callable[..., Tensor]:
+def _make(gradients: Gradients, layout: Layout) -> Callable[..., tuple[Tensor, Tensor]]:
     """The function that is compiled, with code of its own: torch counts by code how often it has
     compiled, and would give up on the ninth run of a process."""
 
@@ -129,7 +128,7 @@ def _make(gradients: Gradients, layout: Layout) -> Callable[..., Tensor]:
         steps: list[Step],
         lr: Any,
         numbers: list[int],
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         losses = torch.zeros_like(shares)
         for k, (x, y, keys) in zip(numbers, steps, strict=True):
             found, of_step = gradients(cut(layout, weights), buffers, x, y, keys)
@@ -137,7 +136,7 @@ def _make(gradients: Gradients, layout: Layout) -> Callable[..., Tensor]:
             point = CompiledPoint(weights, join(layout, found), shares)
             with TensorRates():  # a number that is not looked at makes no graph of its own
                 local_step(algorithm, rule, point, state, lr, k)
-        return losses
+        return losses, point.gradient  # kept, or torch's compiler fails where a norm is taken of it
 
     return FunctionType(take.__code__.replace(), globals(), "take", None, take.__closure__)
 
