@@ -61,6 +61,13 @@ def test_a_resumed_run_has_the_same_bits(name: str, options: list[str], tmp_path
     assert kept == ["000002", "000005"]
 
 
+def test_a_run_may_go_on_with_another_number_of_workers(tmp_path: Path) -> None:
+    whole, _ = small("prefed"), interrupted(tmp_path / "run")
+    expected = execute(whole, tmp_path / "whole")
+    other = small("prefed", "workers=2")
+    assert torch.equal(execute(other, tmp_path / "run", resume=True).weights, expected.weights)
+
+
 def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     config = small("prefed")
     execute(config, tmp_path / "run")

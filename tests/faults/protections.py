@@ -37,7 +37,7 @@ def protection(name: str, by: str, *edits: tuple[str, str, str]) -> Protection:
 PROTECTIONS = [
     protection(
         "kept state is part of a checkpoint", "kill.kept_state",
-        ("training/local_trainer.py", "        if not clients:\n", "        if True:\n"),
+        ("training/kept/store.py", "    if not clients:\n", "    if True:\n"),
     ),
     protection(
         "lines after the checkpoint are forgotten", "kill.writing",

@@ -29,8 +29,9 @@ def load(folder: str | Path, model: nn.Module | None = None) -> LoadedRun:
     """The model, history and config of a run that has finished.
 
     folder    the directory of the run
-    model     for a run of prefed.simulate: a model of the same shape; it stays as it is. Where only
-              adapters were trained, with the base that the run had
+    model     for a run of prefed.simulate: a model of the same shape; it stays as it is
+
+    Where only adapters were trained, the model must have the base that the run had.
 
     The model of a config is built anew, by the config's own words: if these name Python modules,
     they are imported, so do not load the runs of strangers.

@@ -46,6 +46,8 @@ from prefed.training.trainer import Record
 SECONDS_BETWEEN = 10.0
 """A checkpoint is due this long after the last one, or later if writing one takes long; after every
 round if this is 0."""
+MAY_CHANGE = ("  kept_state: ", "  workers: ")
+"""How a difference between configs begins that does not make another run: results are the same."""
 RARE = 20
 """Times as long as it took to write one, there is none."""
 SHARE = 1 / 8
@@ -129,7 +131,7 @@ class RunDirectory(Callback):
         if not is_new:
             there, asked = read_config(folder), table["rounds"]
             differences, rounds = diff(there, table), there.get("rounds")
-            differences = [line for line in differences if not line.startswith("  kept_state: ")]
+            differences = [line for line in differences if not line.startswith(MAY_CHANGE)]
             longer = resume and isinstance(rounds, int) and rounds < asked
             if differences and not (longer and len(differences) == 1):
                 raise PrefedError(
