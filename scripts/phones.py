@@ -46,7 +46,8 @@ PHONES = {
 }
 """1 to 20 Mbit/s up, four times as much down, speeds over a factor of 50."""
 PLACES: dict[str, Any] = {"phones": PHONES, "data centre": "datacentre"}
-WAYS = ("all wait", "130 % asked", "FedBuff")
+IN_FLIGHT = {"FedBuff, 30 at work": 30, "FedBuff, 13 at work": 13}
+WAYS = ("all wait", "130 % asked", *IN_FLIGHT)
 Numbers = dict[str, float | None]
 
 
@@ -66,8 +67,8 @@ class Case:
         None if the run diverged."""
         config = load(self.task, [*LINES[self.line], f"data.path={data}"]).to_dict()
         devices = PLACES[self.place]
-        if self.way == "FedBuff":
-            config["asynchronous"] = {"buffer": 10, "concurrency": 30}
+        if self.way in IN_FLIGHT:
+            config["asynchronous"] = {"buffer": 10, "concurrency": IN_FLIGHT[self.way]}
         elif self.way == "130 % asked":
             known = {"classes": {devices: {"share": 1.0}}} if isinstance(devices, str) else devices
             devices = {**known, "over_selection": 1.3}
@@ -113,8 +114,8 @@ def run(data: str, folder: Path) -> dict[str, Numbers | None]:
 def text(done: dict[str, Numbers | None]) -> str:
     lines = [
         "# On phones and in a data centre", "", "Made by `python scripts/phones.py`: 60 steps of "
-        "the server, 10 updates each, seed 0.", "Virtual minutes, megabytes both ways and wasted "
-        "device minutes until the target; the accuracy at the end.", "",
+        "the server, 10 updates each, seed 0.", "Virtual time, megabytes both ways and wasted "
+        "device time until the target; the accuracy at the end.", "",
     ]  # fmt: skip
     for task, target in TASKS.items():
         for place in PLACES:
@@ -137,8 +138,15 @@ def _cell(found: Numbers | None) -> str:
     end = f"{found['accuracy']:.1f} %"
     if found["hours"] is None or found["MB"] is None or found["wasted"] is None:
         return f"never; {end}"
-    minutes, wasted = 60 * found["hours"], 60 * found["wasted"]
-    return f"{minutes:.3g} min, {found['MB']:.0f} MB, {wasted:.2g} wasted; {end}"
+    took, wasted = _time(found["hours"]), _time(found["wasted"])
+    return f"{took}, {found['MB']:.0f} MB, {wasted} wasted; {end}"
+
+
+def _time(hours: float) -> str:
+    minutes = 60 * hours
+    if minutes >= 1 or not minutes:
+        return f"{minutes:.3g} min"
+    return f"{60 * minutes:.3g} s" if minutes >= 1 / 60 else f"{60e3 * minutes:.3g} ms"
 
 
 def main() -> None:
