@@ -9,6 +9,7 @@ counter.
 import threading
 import zlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -102,11 +103,16 @@ class Noise:
     each of which but the last has a multiple of four."""
 
     def __init__(self, seed: int, purpose: str, round: int, clients: Sequence[int]) -> None:
-        self._drawn = [generator(seed, purpose, round, c).bit_generator for c in clients]
+        self._of, self._clients = (seed, purpose, round), clients
+
+    @cached_property
+    def _generators(self) -> list[np.random.BitGenerator]:
+        """Made when they are first asked: most codecs never do."""
+        return [generator(*self._of, client).bit_generator for client in self._clients]
 
     def __call__(self, size: int) -> Tensor:
         """The next (C, size)."""
-        drawn = [generator.random_raw(-(-size // 4)) for generator in self._drawn]
+        drawn = [of_client.random_raw(-(-size // 4)) for of_client in self._generators]
         found = drawn[0][None] if len(drawn) == 1 else np.stack(drawn)
         return torch.from_numpy(found.view(np.int16))[:, :size]
 
