@@ -52,6 +52,8 @@ def test_a_kind_leaves_out_what_no_engine_is_faster_for() -> None:
     for change in ("local_steps=3", "model.hidden=[9]", "batch_size=5", "upload=int8"):
         assert Job(small("fedadam", change).to_dict()).kind != kind, change
     assert Job(small("fedyogi").to_dict()).kind != kind
+    pairs = [Job(small("pair", f"client.name={rule}").to_dict()).kind for rule in ("sgd", "muon")]
+    assert pairs[0] != pairs[1]
 
 
 def test_an_engine_that_was_named_stays(tmp_path: Path) -> None:

@@ -65,7 +65,15 @@ def test_a_run_may_go_on_with_another_number_of_workers(tmp_path: Path) -> None:
     whole, _ = small("prefed"), interrupted(tmp_path / "run")
     expected = execute(whole, tmp_path / "whole")
     other = small("prefed", "workers=2")
-    assert torch.equal(execute(other, tmp_path / "run", resume=True).weights, expected.weights)
+    seen = []
+
+    class Watch(prefed.Callback):
+        def on_round(self, record: dict[str, Any]) -> None:
+            seen.append(self.run.trainer.engine)
+
+    found = execute(other, tmp_path / "run", resume=True, callbacks=[Watch()])
+    assert torch.equal(found.weights, expected.weights)
+    assert {*seen} == {"sequential x 2"}
 
 
 def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:

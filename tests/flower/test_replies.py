@@ -55,3 +55,11 @@ def test_most_of_the_time_the_superlink_is_left_alone(
     assert grid.asking <= 60.0 / (1 + replies.REST) + nodes * question
     late = nodes * question + replies.FLOWERS_PAUSE
     assert grid.now - nodes * question <= 60.0 + late  # and none waits for long
+
+
+def test_what_came_in_the_last_pause_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = SlowGrid(100, 0.01, done=9.9)
+    monkeypatch.setattr(replies, "time", grid)
+    asked = [Message(RecordDict(), node, MessageType.TRAIN) for node in grid.get_node_ids()]
+    found = list(replies.exchange(grid, asked, 10.0))
+    assert not any(isinstance(reply, Refused) for _, reply in found)

@@ -261,3 +261,14 @@ def test_where_somebody_listens_nothing_is_swapped() -> None:
     for layers in ([nn.Tanh(), nn.MaxPool2d(2)], [nn.ReLU(), nn.MaxPool2d(2, return_indices=True)]):
         pool_before_relu(model := nn.Sequential(*layers))
         assert type(model) is nn.Sequential, "tanh makes ties of its own"
+
+
+def test_a_part_of_a_chain_and_a_relu_that_changes_its_input_are_as_they_are_written() -> None:
+    chain = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2))
+    x = torch.randn(2, 1, 8, 8)
+    first = chain[:2](x)
+    pool_before_relu(chain)
+    assert torch.equal(chain[:2](x), first)
+    changing = nn.Sequential(nn.ReLU(inplace=True), nn.MaxPool2d(2))
+    pool_before_relu(changing)
+    assert type(changing) is nn.Sequential

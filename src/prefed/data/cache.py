@@ -15,6 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import safetensors
@@ -38,13 +39,21 @@ Form = Mapping[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]
 Arrays = dict[str, Tensor]
 
 
+OLD = 3600.0
+"""Seconds after which nobody writes a file any more."""
+
+
 def directory() -> Path | None:
     """Where decoded data sets are, if they are to be kept."""
     chosen = os.environ.get(VARIABLE, "")
     if chosen == "off":
         return None
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(chosen or Path(home) / "prefed").expanduser()
+    try:
+        if chosen:
+            return Path(chosen).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prefed"
+    except RuntimeError:  # whoever runs this has no home
+        return None
 
 
 def decoded(
@@ -100,6 +109,10 @@ def _read(path: Path, versions: str, form: Form) -> Arrays | None:
 
 def _write(path: Path, versions: str, arrays: Arrays) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for left in path.parent.glob(f".{path.name}.*.tmp"):  # by a process that was killed
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > OLD:
+                left.unlink()
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     os.close(handle)
     try:

@@ -49,8 +49,11 @@ class Job:
     def kind(self) -> str:
         """What decides which engine is the fastest: all but seeds, step sizes and the like."""
         algorithm = self.config["algorithm"]
-        numbers = [k for k, v in algorithm.items() if isinstance(v, float | dict)]
-        algorithm = {k: v for k, v in algorithm.items() if k not in numbers}
+
+        def is_rate(value: Any) -> bool:
+            return isinstance(value, float) or (isinstance(value, dict) and "schedule" in value)
+
+        algorithm = {k: v for k, v in algorithm.items() if not is_rate(v)}
         return json.dumps({**self.config, "algorithm": algorithm, "seed": 0}, sort_keys=True)
 
 

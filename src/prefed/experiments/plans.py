@@ -8,7 +8,7 @@ from typing import Any
 from prefed.core.errors import PrefedError, RunFailed
 from prefed.experiments.config import Config, load
 from prefed.experiments.jobs import Job, Many, run_jobs
-from prefed.experiments.run_directory import diff, read_config
+from prefed.experiments.run_directory import differing, read_config
 from prefed.experiments.stored_runs import StoredRun, load_run
 from prefed.experiments.trackers import Tracking
 
@@ -26,7 +26,7 @@ class Planned:
         if archived is None and not (self.folder / "config.toml").exists():
             return None
         there = read_config(self.folder) if archived is None else archived.config
-        if differences := diff(there, self.config.to_dict()):
+        if differences := differing(there, self.config.to_dict()):
             raise PrefedError(
                 f"{self.folder}: holds a run of another config; choose another --out\n"
                 + "\n".join(differences)

@@ -130,8 +130,7 @@ class RunDirectory(Callback):
         is_new, text = not existing.exists(), tomli_w.dumps(table)
         if not is_new:
             there, asked = read_config(folder), table["rounds"]
-            differences, rounds = diff(there, table), there.get("rounds")
-            differences = [line for line in differences if not line.startswith(MAY_CHANGE)]
+            differences, rounds = differing(there, table), there.get("rounds")
             longer = resume and isinstance(rounds, int) and rounds < asked
             if differences and not (longer and len(differences) == 1):
                 raise PrefedError(
@@ -243,6 +242,18 @@ class RunDirectory(Callback):
             file.write(line + "\n")
         self._written += 1
 
+    def _lines(self) -> str:
+        """All that was written to rounds.jsonl, if nobody has changed it since."""
+        with self._writing():
+            lines = (self.folder / "rounds.jsonl").read_text()
+        if lines.count("\n") != self._written:
+            raise CannotWrite(
+                f"{self.folder / 'rounds.jsonl'}: has {lines.count(chr(10))} lines, and "
+                f"{self._written} were written: somebody has changed it. The checkpoints are as "
+                f"they were; continue with --resume"
+            )
+        return lines
+
     @timed("checkpoints")
     def _checkpoint(self) -> None:
         """Save the state as it is now, and the best model if there is a better one."""
@@ -266,7 +277,7 @@ class RunDirectory(Callback):
         model = run.model(best=True) if best != self._saved_best else None
         saved, is_small = None, True
         if run.server.round != self._saved:
-            lines, state = (self.folder / "rounds.jsonl").read_text(), run.snapshot()
+            lines, state = self._lines(), run.snapshot()
             is_small = sum(value.nbytes for value in state.values()) < SHARE * total_memory()
             tensors = self._copied(state) if is_small else {n: v.cpu() for n, v in state.items()}
             saved = checkpoints.Checkpoint(run.server.round, tensors, lines, run.trainer.engine)
@@ -325,6 +336,11 @@ def _about_rounds(differences: list[str], resume: bool) -> list[str]:
         options = " ".join(f"--set {part[0].replace(': ', '=')}" for part in parts)
         return [f"its step sizes fall over a number of rounds: to keep that add {options}"]
     return []
+
+
+def differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """One line for each key that makes another run of it."""
+    return [line for line in diff(there, here) if not line.startswith(MAY_CHANGE)]
 
 
 def diff(there: dict[str, Any], here: dict[str, Any], path: str = "") -> list[str]:

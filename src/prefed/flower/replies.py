@@ -41,7 +41,9 @@ def exchange(
         else:
             yield message, Refused("the message could not be sent to its node")
     pause = FIRST_PAUSE
-    while waiting and time.monotonic() < end:
+    is_last = False  # one more look at the end, at what came while it paused
+    while waiting and (is_last or time.monotonic() < end):
+        is_last = False
         began, arrived = time.monotonic(), False
         for number in list(waiting):
             found = _fetch(grid, number)
@@ -51,8 +53,10 @@ def exchange(
                 yield message, _from_its_node(message, found)
         asking = 0.0 if arrived else time.monotonic() - began
         pause = FIRST_PAUSE if arrived else min(2 * pause, LONGEST_PAUSE)
-        if waiting:
-            time.sleep(max(pause, min(REST * asking, FLOWERS_PAUSE)))
+        left = end - time.monotonic()
+        if waiting and left > 0:
+            time.sleep(min(max(pause, min(REST * asking, FLOWERS_PAUSE)), left))
+            is_last = time.monotonic() >= end
     for message in waiting.values():
         yield message, Refused(f"no answer within {seconds:g} s")
 

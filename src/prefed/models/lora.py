@@ -9,11 +9,12 @@ from typing import Annotated, Any
 
 import safetensors
 import safetensors.torch
-from pydantic import Field
+from pydantic import Field, ValidationError
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from prefed.core.errors import PrefedError
+from prefed.core.errors import PrefedError, explain
+from prefed.core.option_models import options_model
 from prefed.core.safe_files import read_whole
 from prefed.models import MODELS
 
@@ -76,6 +77,11 @@ def _build(given: dict[str, Any], of: dict[str, Any]) -> nn.Module:
     build = MODELS.get(of["name"])
     known = inspect.signature(build).parameters
     options = {key: value for key, value in of.items() if key != "name"}
+    model = options_model(build, ("inputs", "classes"))
+    try:
+        options = {key: getattr(model(**options), key) for key in options}
+    except ValidationError as error:
+        raise PrefedError("\n".join(explain(error, model, prefix="of."))) from None
     return build(**{key: v for key, v in given.items() if key in known}, **options)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 
 from torch import Tensor
 
@@ -58,6 +59,10 @@ class Rising(Wrapped):
 
     def apply(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
         self.rule.apply(w, g, state, lr * self.factor(k), k)
+
+    def finish(self, w: Tensor, state: State, lr: float, steps: int) -> None:
+        """With the mean over the steps that were taken, which may be fewer than a round has."""
+        self.rule.finish(w, state, lr * fmean(map(self.factor, range(steps))), steps)
 
 
 @dataclass(frozen=True)

@@ -236,6 +236,10 @@ class LocalTrainer(Trainer):
         self.choice = Choice.parse(engine) if engine else None
         if self.choice is not None and self.choice.engine not in (self.settings.engine, *MEASURED):
             raise ValueError(f"{self.choice.engine!r} is not its engine")
+        workers = self.settings.workers  # of one, "auto" may have made more
+        ours = workers > 1 or self.settings.engine != "auto"
+        if self.choice is not None and self.choice.threads == 1 and ours:  # the same bits
+            self.choice = replace(self.choice, workers=workers)
         clients, device = len(self.data), self.task.device
         if PLACES not in saved:
             self.kept = unstacked(saved, self.first_kept, device)

@@ -15,6 +15,7 @@ are neighbours in an nn.Sequential.
 """
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -42,6 +43,11 @@ class PoolsFirst(nn.Sequential):
             input = layers[place](input)
         return input
 
+    def __getitem__(self, idx: Any) -> Any:
+        if isinstance(idx, slice):  # a part of it is as it was written
+            return nn.Sequential(OrderedDict([*self._modules.items()][idx]))
+        return super().__getitem__(idx)
+
 
 def pool_before_relu(model: nn.Module) -> None:
     """In every nn.Sequential of the model, unless somebody listens there."""
@@ -64,7 +70,8 @@ def _reordered(layers: list[nn.Module]) -> list[int]:
     order = list(range(len(layers)))
     for place, (relu, pool) in enumerate(pairwise(layers)):
         fits = type(relu) is nn.ReLU and type(pool) in POOLS and not pool.return_indices
-        if fits and not (hooked(relu) or hooked(pool)):
+        outside = place == 0 and getattr(relu, "inplace", False)  # what it changes is not its own
+        if fits and not (outside or hooked(relu) or hooked(pool)):
             order[place : place + 2] = place + 1, place
     return order
 

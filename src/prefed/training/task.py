@@ -126,8 +126,11 @@ class Task:
     def model(self) -> nn.Module:
         """A copy of the module as it is now, in torch's usual memory format, to give away. What is
         frozen is shared with the run, unless its memory format is another."""
-        base = None if self.channels_last else self.flat.module
-        module = copy.deepcopy(self.flat.module, _frozen(base)).eval()
+        shared: dict[int, Any] = {}
+        if not self.channels_last:  # the memory, not the object: what is given away may be changed
+            frozen = [p for p in self.flat.module.parameters() if not p.requires_grad]
+            shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in frozen}
+        module = copy.deepcopy(self.flat.module, shared).eval()
         _lay_out(module, torch.contiguous_format)
         as_written(module)
         module.zero_grad(set_to_none=True)
@@ -158,11 +161,16 @@ class Task:
     def forward(self, x: Inputs) -> Tensor:
         """The model's output, in the precision of its weights whatever the precision inside."""
         x = self.prepared(x)
-        worth_it = self.pooled * batch.size(x) >= WORTH_IT
         half = torch.autocast(self.device.type, torch.bfloat16, self.precision == "bfloat16")
-        with half, FastPooling() if worth_it else nullcontext():
+        with half, self._pooling(x):
             output = tensor_of(batch.call(self.flat.module, x))
         return output.to(self.flat.weights.dtype) if self.precision == "bfloat16" else output
+
+    def _pooling(self, x: Inputs) -> AbstractContextManager[object]:
+        """Fast max-pooling for batches that are worth it; on the way back, too, where a model
+        computes some of its activations again (torch.utils.checkpoint)."""
+        worth_it = self.pooled * batch.size(x) >= WORTH_IT
+        return FastPooling() if worth_it else nullcontext()
 
     def gradient(self, x: Inputs, y: Tensor, seed: int, loss: Loss | None = None) -> Tensor:
         """The loss of a batch (another, if it is given); its gradient goes into `flat.gradient`."""
@@ -172,7 +180,8 @@ class Task:
         with self.seeded(seed):
             output = self.forward(x)
         found = (loss or self.loss)(output, batch.padded(y).to(self.device))
-        found.backward()
+        with self._pooling(x):
+            found.backward()
         return found.detach()
 
     def _gradient_in_parts(self, x: Inputs, y: Tensor, seed: int, size: int) -> Tensor:
@@ -188,7 +197,8 @@ class Task:
             with self.seeded(seed + (number << 40)):  # another dropout in each
                 output = self.forward(x_part)
             loss = self.loss(output, y_part.to(self.device)) * (count / max(1, sum(counts)))
-            loss.backward()
+            with self._pooling(x_part):
+                loss.backward()
             total += loss.detach()
         return total
 
