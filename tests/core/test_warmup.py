@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import prefed
 from prefed.core.errors import PrefedError
 from prefed.core.schedule import at
 from prefed.experiments.config import load
+from prefed.rules import SGD, State
+from prefed.rules.wrapped import Rising
 
 STEPS, LR, RISE = 4, 0.5, 6
 
@@ -81,3 +83,15 @@ def test_in_a_config() -> None:
 def test_what_is_wrong_is_said(given: dict[str, int]) -> None:
     with pytest.raises(PrefedError, match="client_lr"):
         prefed.FedAvg(client_lr={"schedule": "warmup", "then": 0.1, **given})
+
+
+def test_a_client_that_stops_early_ends_with_the_mean_rate_of_its_own_steps() -> None:
+    told: list[float] = []
+
+    class Ends(SGD):
+        def finish(self, w: Tensor, state: State, lr: float, steps: int) -> None:
+            told.append(lr)
+
+    rising = Rising(Ends(), lambda k: k + 1.0)
+    rising.finish(torch.zeros(2), {}, 0.1, 3)
+    assert told == [pytest.approx(0.1 * 2)]

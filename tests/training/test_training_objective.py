@@ -120,3 +120,17 @@ def test_many_weights_have_a_value_only() -> None:
     assert (
         "objective" in prefed.simulate(algorithm, model, data, objective="value", **how).history[0]
     )
+
+
+def test_what_is_given_away_does_not_change_the_run() -> None:
+    """The objective is measured in float64, on a model that shares its frozen weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2))
+    pairs = [(torch.randn(12, 5), torch.randint(2, (12,))) for _ in range(3)]
+    settings = prefed.Settings(rounds=2, local_steps=2, objective="value", device="cpu")
+    algorithm = prefed.FedAvg(client_lr=0.1, freeze=("0.*",))
+    run = prefed.Run(algorithm, model, prefed.FederatedData(pairs), settings)
+    for record in run.rounds():
+        assert np.isfinite(record["objective"])
+        assert {p.dtype for p in run.model().double().parameters()} == {torch.float64}
+    assert {p.dtype for p in run.result().model.parameters()} == {torch.float32}
