@@ -159,3 +159,15 @@ def test_what_is_read_can_be_written_to_and_does_not_change_the_file(
     settle(tmp_path, 100)
     decode_once(source)["x"].fill_(7)
     assert float(decode_once(source)["x"].max()) == 1.0
+
+
+def test_whoever_has_no_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv(cache.VARIABLE, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nowhere)
+    assert cache.directory() is None
+    monkeypatch.setenv(cache.VARIABLE, "/somewhere")
+    assert cache.directory() == Path("/somewhere")

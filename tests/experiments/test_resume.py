@@ -22,6 +22,7 @@ from prefed.core.errors import CannotWrite
 from prefed.experiments import checkpoints, run_directory
 from prefed.experiments.checkpoints import CheckpointWarning
 from prefed.experiments.config import load
+from prefed.experiments.plans import Planned
 from prefed.experiments.run_directory import execute
 from prefed.experiments.stored_runs import load_run
 from tests.helpers.commands import prefed_here
@@ -330,3 +331,28 @@ def test_a_run_that_goes_on_is_not_finished(tmp_path: Path) -> None:
         execute(small("prefed", "rounds=9"), tmp_path / "run", resume=True, stop=StopAfter(2))
     stored = load_run(tmp_path / "run")
     assert (stored.status, len(stored.history), stored.config["rounds"]) == ("interrupted", 7, 9)
+
+
+def test_lines_that_somebody_removed_are_in_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_directory, "SECONDS_BETWEEN", 0.0)
+    config, folder = small("prefed"), tmp_path / "run"
+    expected = execute(config, tmp_path / "whole")
+
+    class Removes(prefed.Callback):
+        def on_round(self, record: dict[str, Any]) -> None:
+            if record["round"] == 3:
+                (folder / "rounds.jsonl").write_text("")
+
+    with pytest.raises(CannotWrite, match="somebody has changed it"):
+        execute(config, folder, callbacks=[Removes()])
+    assert torch.equal(execute(config, folder, resume=True).weights, expected.weights)
+
+
+def test_a_comparison_of_an_earlier_version_had_another_number_of_workers(tmp_path: Path) -> None:
+    execute(small("prefed"), tmp_path / "run")
+    again = Planned("", small("prefed", "workers=2"), tmp_path / "run")
+    assert again.stored() is not None
+    with pytest.raises(prefed.PrefedError, match="seed: 0 there, 1 asked for"):
+        Planned("", small("prefed", "seed=1"), tmp_path / "run").stored()

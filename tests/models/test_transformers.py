@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import prefed
+from prefed.experiments.config import load
 from prefed.models.attention import TransformerBlock, turned
 from prefed.models.gpt import GPT
 from prefed.models.vit import ViT
@@ -128,3 +129,8 @@ def test_engines_agree(kind: str, dropout: float) -> None:
         assert len(one.weights) == sum(p.numel() for p in model.parameters())
         named = dict(one.model.named_parameters(remove_duplicate=False))
         assert named["head.weight"] is named["embed.weight"]
+
+
+def test_options_of_the_model_under_adapters_are_checked() -> None:
+    with pytest.raises(prefed.PrefedError, match=r"of\.hiden: unknown option"):
+        load("digits-iid", ['model={name="lora", of={name="mlp", hiden=[3]}}']).make_run()

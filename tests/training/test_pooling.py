@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import prefed
 from prefed.models.simple_cnn import simple_cnn
@@ -272,3 +273,27 @@ def test_a_part_of_a_chain_and_a_relu_that_changes_its_input_are_as_they_are_wri
     changing = nn.Sequential(nn.ReLU(inplace=True), nn.MaxPool2d(2))
     pool_before_relu(changing)
     assert type(changing) is nn.Sequential
+
+
+def test_activations_that_are_computed_again_on_the_way_back() -> None:
+    """As torch.utils.checkpoint does, which compares how many tensors each pass has saved."""
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(1, 4, 3), nn.Linear(4, 2)
+
+        def pooled(self, x: Tensor) -> Tensor:
+            return functional.max_pool2d(functional.relu(self.first(x)), 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Any = checkpoint(self.pooled, x, use_reentrant=False)
+            return self.last(found.mean((2, 3)))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 1, 34, 34), torch.randint(2, (64,))
+    of_run = task.Task(Again(), None, prefed.FederatedData([(x, y)]), torch.device("cpu"))
+    of_run.check(prefed.FederatedData([(x, y)]))
+    of_run.pooled = pooling.WORTH_IT  # as if the model pooled elsewhere, too
+    of_run.gradient(x, y, 0)
+    assert of_run.flat.gradient.abs().max() > 0

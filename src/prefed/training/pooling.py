@@ -118,6 +118,8 @@ class FastPooling(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _are_packed():
+            return func(*args, **kwargs)
         if func in _RELUS:
             y = func(*args, **kwargs)
             self.relu = _ReLU.of(args[0], y) if args else None
@@ -134,6 +136,12 @@ class FastPooling(TorchFunctionMode):
             x = relu.x
         pooled = max_pool(x) if by_rows and x.numel() >= WORTH_IT else func(x, *rest, **kwargs)
         return torch.relu_(pooled) if behind else pooled
+
+
+def _are_packed() -> bool:
+    """Somebody keeps what is saved for the way back in another way, as torch.utils.checkpoint does,
+    which computes it again, outside of this mode, and expects the same tensors."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def max_pool(x: Tensor) -> Tensor:

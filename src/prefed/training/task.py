@@ -162,15 +162,10 @@ class Task:
         """The model's output, in the precision of its weights whatever the precision inside."""
         x = self.prepared(x)
         half = torch.autocast(self.device.type, torch.bfloat16, self.precision == "bfloat16")
-        with half, self._pooling(x):
+        worth_it = self.pooled * batch.size(x) >= WORTH_IT
+        with half, FastPooling() if worth_it else nullcontext():
             output = tensor_of(batch.call(self.flat.module, x))
         return output.to(self.flat.weights.dtype) if self.precision == "bfloat16" else output
-
-    def _pooling(self, x: Inputs) -> AbstractContextManager[object]:
-        """Fast max-pooling for batches that are worth it; on the way back, too, where a model
-        computes some of its activations again (torch.utils.checkpoint)."""
-        worth_it = self.pooled * batch.size(x) >= WORTH_IT
-        return FastPooling() if worth_it else nullcontext()
 
     def gradient(self, x: Inputs, y: Tensor, seed: int, loss: Loss | None = None) -> Tensor:
         """The loss of a batch (another, if it is given); its gradient goes into `flat.gradient`."""
@@ -180,8 +175,7 @@ class Task:
         with self.seeded(seed):
             output = self.forward(x)
         found = (loss or self.loss)(output, batch.padded(y).to(self.device))
-        with self._pooling(x):
-            found.backward()
+        found.backward()
         return found.detach()
 
     def _gradient_in_parts(self, x: Inputs, y: Tensor, seed: int, size: int) -> Tensor:
@@ -197,8 +191,7 @@ class Task:
             with self.seeded(seed + (number << 40)):  # another dropout in each
                 output = self.forward(x_part)
             loss = self.loss(output, y_part.to(self.device)) * (count / max(1, sum(counts)))
-            with self._pooling(x_part):
-                loss.backward()
+            loss.backward()
             total += loss.detach()
         return total
 
