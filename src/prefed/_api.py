@@ -20,6 +20,8 @@ from prefed.algorithms.pair import Pair
 from prefed.algorithms.personal import FedBN, FedPer, FedRep
 from prefed.algorithms.prefed import PreFed
 from prefed.algorithms.prefedlite import PreFedLite
+from prefed.algorithms.prefedm import PreFedM
+from prefed.algorithms.prefedmlite import PreFedMLite
 from prefed.algorithms.prefedopt import PreFedOpt
 from prefed.algorithms.prefedsync import PreFedSync
 from prefed.algorithms.scaffold import SCAFFOLD
@@ -54,7 +56,7 @@ __all__ = [
     "FedAdagrad", "FedAdam", "FedAdamW", "FedAvg", "FedAvgM", "FedBN", "FedCM", "FedLADA",
     "FedLion", "FedMuon", "FedNova", "FedPAC", "FedPM", "FedPer", "FedProx", "FedRep", "FedYogi",
     "FederatedData", "Field", "Interrupted", "LocalAdam", "MimeLite", "Pair", "Partition",
-    "PreFed", "PreFedLite", "PreFedOpt", "PreFedSync", "PrefedError", "Privacy", "Rate", "Result",
-    "Rule", "Run", "Settings", "Simulation", "average", "derived", "keep", "load", "load_runs",
-    "optim", "reset", "schedule", "simulate", "to_pandas",
+    "PreFed", "PreFedLite", "PreFedM", "PreFedMLite", "PreFedOpt", "PreFedSync", "PrefedError",
+    "Privacy", "Rate", "Result", "Rule", "Run", "Settings", "Simulation", "average",
+    "derived", "keep", "load", "load_runs", "optim", "reset", "schedule", "simulate", "to_pandas",
 ]  # fmt: skip

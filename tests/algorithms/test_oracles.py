@@ -160,13 +160,21 @@ CASES |= {
         {"shape": "full", "tau_relative": 0.2, "accumulate": "sum"},
     ],
 }
-FIRST_CASE = {"prefedlite", "fedpac"}
+CASES["prefedm"] = [
+    {},
+    *grid(server_momentum=[0.0, 0.7], server_lr=[1.0, 0.3], mean_of_rounds=[None, 0.0, 2.5]),
+    *grid(tau_relative=[None, 0.3], **COVARIANCE),
+    *SHAPES,
+]
+CASES["prefedmlite"] = [{"upload": "exact", "P_codec": "exact"}]
+FIRST_CASE = {"prefedlite", "prefedmlite", "fedpac"}
 """Not with their defaults: of codecs; and of SOAP's tau, 1e-8, over which a step of rounding errors
 goes where the gradient is 0, as it is along equal scores of all classes."""
 BY_TENSOR = {"fedmuon", "fedpac"}
 """They treat matrices and vectors differently."""
 ALIGNED = grid(align=[0.3], align_form=["added", "mixed"], decoupled_weight_decay=[0.0, 0.1])
 ANY_CLIENT = [*grid(clip_norm=[None, 0.3], weight_decay=[0.0, 0.05])[1:], *ALIGNED]
+ANY_CLIENT += [{"mean_of_rounds": 3.0}]
 ALL = [(name, options) for name, cases in CASES.items() for options in cases]
 ALL += [
     (name, {**options, **(cases[0] if name in FIRST_CASE else {})})
@@ -231,6 +239,8 @@ def compare(
     np.testing.assert_allclose(losses, trace.train_loss, rtol=tolerance, atol=tolerance)
     close(simulation.server.weights, trace.weights[-1], tolerance)
     ours = simulation.server.shared | simulation.server.optimiser
+    if "weights" in simulation.server.means:
+        ours["mean_of_rounds"] = simulation.server.means["weights"]
     theirs = trace.shared[-1] | trace.server[-1]
     for field in set(ours) & set(theirs):
         close(ours[field], theirs[field], tolerance)

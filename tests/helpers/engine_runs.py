@@ -17,6 +17,8 @@ RATES = {
     "adaalter": 0.01,
     "prefed": 0.005,
     "prefedlite": 0.005,
+    "prefedm": 0.005,
+    "prefedmlite": 0.005,
     "localadam": 0.005,
     "fedmuon": 0.02,
     "fedpac": 0.005,

@@ -25,7 +25,7 @@ ALGORITHMS: "Registry[type[Algorithm]]" = Registry("algorithm", "prefed.algorith
 
 LATER = (
     "decoupled_weight_decay", "align", "align_form", "state_dtype", "groups", "freeze",
-    "tau_relative", "P",
+    "tau_relative", "P", "mean_of_rounds",
 )  # fmt: skip
 
 
@@ -67,6 +67,11 @@ class Algorithm(BaseModel):
     align_form: Literal["added", "mixed"] = "added"
     """This is "added" to the step of the client rule (as FedAdamW has it), or "mixed" with it: then
     the rule's own part is 1 - align (FedCM, FedLADA, FedPAC)."""
+
+    mean_of_rounds: NonNegativeFloat | None = None
+    """The model that is evaluated and handed over is the mean of the global weights over all rounds
+    so far, later ones counting more: after round t it moves by (1 + r) / (t + r) towards the
+    weights, from which clients go on as they would without it. 0 is the plain mean."""
 
     state_dtype: Literal["weights", "bfloat16"] = "weights"
     """Clients that train hold m, P and other state of their rule in the type of the "weights", or,

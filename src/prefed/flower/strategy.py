@@ -182,6 +182,8 @@ class Strategy(FlowerStrategy):
         self.arrivals = Arrivals(admission, cohort, weight, self._averaged, mean)
         self._metrics = {}
         config["server-round"] = server_round
+        if arrays is self._arrays and self.algorithm.mean_of_rounds is not None:
+            arrays = self.shape.write(self.server.weights, self.server.buffers)
         self._round = arrays, config
         return self._messages(cohort)
 
@@ -272,7 +274,7 @@ class Strategy(FlowerStrategy):
         took_part = asked if self.mechanism is not None else admitted
         server_update(self.algorithm, server, mean, steps, took_part / population)
         self.after |= dict.fromkeys(arrivals.admission.admitted, server_round - 1)
-        self._arrays = shape.write(server.weights, server.buffers)
+        self._arrays = shape.write(*server.model())
         return self._arrays, self._reduce(self.train_metrics_aggr_fn or mean_metrics, contents)
 
     def _take(self, arrivals: Arrivals, client: int, content: RecordDict) -> None:
@@ -368,6 +370,11 @@ class Strategy(FlowerStrategy):
                 self.mechanism = Mechanism(self.privacy, self.algorithm, *run, secret=True)
                 self.mechanism.prepare()
         elif arrays is not self._arrays:
+            if self.algorithm.mean_of_rounds is not None and self._arrays is not None:
+                raise PrefedError(
+                    "mean_of_rounds: clients go on from other weights than those that are handed "
+                    "over, and something around this strategy changes the latter; set it to None"
+                )
             weights, buffers = self.shape.read(arrays)
             self.server.weights.copy_(weights)
             self.server.buffers.copy_(buffers)

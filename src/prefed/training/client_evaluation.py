@@ -98,8 +98,10 @@ class ClientEvaluation:
         return record
 
     def shown(self, server: Server) -> Server:
-        """What clients need to know of it: the state of the optimiser only for steps."""
-        return server if self.settings.finetune_steps else replace(server, shared={})
+        """What clients need to know of it: the model, and what they share only for steps."""
+        weights, buffers = server.model()
+        shared = server.shared if self.settings.finetune_steps else {}
+        return replace(server, weights=weights, buffers=buffers, shared=shared, means={})
 
     def here(self, clients: list[int], tuned: bool = True) -> Iterator[tuple[int, Score]]:
         """The scores of clients whose samples, and whatever they keep, are in this process."""
@@ -125,7 +127,8 @@ class ClientEvaluation:
                 differs = own and client in run.kept
                 yield client, run.trainer.client_state(run.server, client) if differs else None
             return
-        server = replace(run.server, round=run.server.round - 1)  # the round that has just been
+        before = run.server.round - 1  # the round that has just been
+        server = replace(self.shown(run.server), round=before)
 
         def train(engine: Engine, block: Sequence[int]) -> Update:
             return engine.update(run.algorithm, server, block, kept_by(run.kept, block))
@@ -134,7 +137,7 @@ class ClientEvaluation:
         with torch.random.fork_rng(enabled=True):
             for first, update in workers.updates(train, workers.blocks(run.algorithm, clients)):
                 for row, change in enumerate(update.values["weights"]):
-                    after = replace(run.server, weights=run.server.weights + change)
+                    after = replace(server, weights=server.weights + change)
                     if BUFFERS in update.values:
                         after.buffers = update.values[BUFFERS][row]
                     kept = {name: value[row] for name, value in update.kept.items()}

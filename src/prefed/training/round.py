@@ -70,6 +70,8 @@ class Server:
     """The local steps behind the statistics: what the counters among the buffers go by."""
     personal: Tensor
     """The first values of the part of the weights that stays with clients. Part of no message."""
+    means: State = dataclasses.field(default_factory=dict)
+    """The means of the weights and of the statistics over rounds, if the algorithm takes them."""
     limits: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """Of the round under way: after how many local steps a client stops, if before its last."""
 
@@ -88,6 +90,9 @@ class Server:
         shared = {n: f for n, f in client.items() if policy(algorithm, n).comes_down}
         if algorithm.align:
             shared[MEAN_CHANGE] = Field((layout.size,))
+        means = {}
+        if algorithm.mean_of_rounds is not None:
+            means = {"weights": weights.clone(), BUFFERS: buffers.clone()}
         return cls(
             round=0,
             weights=weights,
@@ -97,7 +102,13 @@ class Server:
             layout=layout,
             steps=weights.new_zeros((), dtype=torch.int64),
             personal=personal,
+            means=means,
         )
+
+    def model(self) -> tuple[Tensor, Tensor]:
+        """The weights and statistics that are evaluated and handed over: the mean over rounds if
+        the algorithm takes one, else those that clients go on from. Not copies."""
+        return self.means.get("weights", self.weights), self.means.get(BUFFERS, self.buffers)
 
     def broadcast(self, algorithm: Algorithm) -> State:
         """What goes down to every client of a cohort."""
@@ -382,8 +393,9 @@ def client_state(server: Server, kept: State) -> tuple[Tensor, Tensor]:
     """All weights and statistics of a client that keeps this, as it would be evaluated: the
     server's where it has none of its own. To be read only: nothing is copied that need not be."""
     own = kept.get(PERSONAL, server.personal)
-    weights = torch.cat([server.weights, own]) if own.numel() else server.weights
-    return weights, kept.get(BUFFERS, server.buffers)
+    weights, buffers = server.model()
+    weights = torch.cat([weights, own]) if own.numel() else weights
+    return weights, kept.get(BUFFERS, buffers)
 
 
 def _write_statistics(algorithm: Algorithm, server: Server, block: Block, kept: Kept) -> Tensor:
@@ -458,6 +470,10 @@ def server_update(
     rule = algorithm.server_rule().fit(server.layout)
     rule.apply(server.weights, g, server.optimiser, lr, 0)
     server.round += 1
+    if (power := algorithm.mean_of_rounds) is not None:
+        share = (1 + power) / (server.round + power)
+        for held, now in zip(server.model(), (server.weights, server.buffers), strict=True):
+            held.lerp_(now, share)
 
 
 def codec_of(algorithm: Algorithm, name: str) -> Codec:

@@ -356,9 +356,10 @@ class Run:
             self._evaluate_if_due(record, True, done)
             record["ended"] = reason
         if self.best is not None and self.best.see(record):
+            weights, buffers = self.server.model()
             self._best_state = {
-                "best.weights": self.server.weights.clone(),
-                "best.buffers": self.server.buffers.clone(),
+                "best.weights": weights.clone(),
+                "best.buffers": buffers.clone(),
                 "best.steps": self.server.steps.clone(),
             }
         record["seconds"] = time.perf_counter() - start
@@ -463,6 +464,7 @@ class Run:
         tensors = {"weights": server.weights, "buffers": server.buffers, "steps": server.steps}
         tensors |= {f"optimiser.{name}": value for name, value in server.optimiser.items()}
         tensors |= {f"shared.{name}": value for name, value in server.shared.items()}
+        tensors |= {f"mean_of_rounds.{name}": value for name, value in server.means.items()}
         if self.mechanism is not None:
             tensors["privacy.clip"] = self.mechanism.clip
         return tensors | self._best_state | self.trainer.state()
@@ -532,7 +534,7 @@ class Run:
         server = self.server
         if best and self._best_state:
             weights, buffers, steps = self._best_state.values()
-            server = replace(server, weights=weights, buffers=buffers, steps=steps)
+            server = replace(server, weights=weights, buffers=buffers, steps=steps, means={})
         weights, buffers, steps = *client_state(server, {}), server.steps
         if client is not None:
             weights, buffers = self.trainer.client_state(server, client)

@@ -34,6 +34,7 @@ def needed(algorithm: Algorithm, layout: Layout) -> Vectors:
     """Nothing as long as the weights is made for it."""
     weights = torch.empty(layout.size, device="meta")
     server = Server.start(algorithm, layout, weights, weights[:0])
+    server_state = server.optimiser, server.shared, server.means
 
     def length(tensors: Iterable[Tensor]) -> float:
         return sum(tensor.numel() for tensor in tensors) / layout.size
@@ -41,7 +42,7 @@ def needed(algorithm: Algorithm, layout: Layout) -> Vectors:
     fields = algorithm.client_rule().fit(layout).fields(layout).values()
     return Vectors(
         given=1.0,
-        server=1 + length(server.optimiser.values()) + length(server.shared.values()),
+        server=1 + sum(map(length, (held.values() for held in server_state))),
         mean=length(averaged(algorithm, server).values()),
         client=2 + length(field.new(weights) for field in fields),
     )

@@ -46,6 +46,7 @@ COMMON: Options = {
     "decoupled_weight_decay": 0.0,
     "align": 0.0,
     "align_form": "added",
+    "mean_of_rounds": None,
 }
 
 ADAPTIVE: Options = {
@@ -77,6 +78,23 @@ PREFED: Options = {
     "m_codec": "exact",
 }
 
+PREFEDM: Options = {
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "tau": 1e-3,
+    "tau_relative": 0.1,
+    "server_momentum": 0.7,
+    "accumulate": "ema",
+    "shape": "diagonal",
+    "refresh": 1,
+    "blocks": "row",
+    "tensors": None,
+    "bias_correction": True,
+    "mean_of_rounds": 4.0,
+    "upload": "exact",
+    "P_codec": "exact",
+}
+
 DEFAULTS: dict[str, Options] = {
     "fedavg": {"client_momentum": 0.0, "server_momentum": 0.0},
     "fedavgm": {"client_momentum": 0.0, "server_momentum": 0.9},
@@ -102,6 +120,8 @@ DEFAULTS: dict[str, Options] = {
         "tensors": None,
         "bias_correction": False,
     },
+    "prefedm": PREFEDM,
+    "prefedmlite": PREFEDM,
     "prefedsync": {"beta2": 0.9, "tau": 1e-3, "accumulate": "sum"},
     "scaffold": {"client_momentum": 0.0},
     "fedprox": {"mu": 0.01, "client_momentum": 0.0},
@@ -800,6 +820,51 @@ class PreFedOpt(Algorithm):
         return w - self.server_lr(t) * direction, loss
 
 
+class PreFedM(Algorithm):
+    """Clients step with g over the root of a slow P, which is averaged; momentum on the server."""
+
+    def start(self) -> None:
+        """Start at P = 0 and v = 0."""
+        self.shared["P"] = Preconditioner(self.options, self.d).zero()
+        self.corrects = self.options["bias_correction"] and self.options["accumulate"] == "ema"
+        if self.corrects:
+            self.shared["P_mass"] = 0.0
+        if self.options["server_momentum"] != 0.0:
+            self.server["momentum"] = np.zeros(self.d)
+
+    def client(self, t: int, w: Array, i: int) -> tuple[Array, Array, float, float]:
+        """Run the K steps of client i: its weights, its P and the mass of it, its loss."""
+        beta1, beta2 = self.options["beta1"], self.options["beta2"]
+        preconditioner = Preconditioner(self.options, self.d)
+        w_i, m, p = w.copy(), np.zeros(self.d), self.shared["P"]
+        mass, loss_i = self.shared.get("P_mass", 0.0), 0.0
+        preconditioner.begin(p / mass if mass else p)
+        for x, y in self.task.local_data(t, i):
+            loss, g = self.task.gradient(w_i, x, y)
+            loss_i += loss / self.task.count(t, i)
+            m = beta1 * m + (1.0 - beta1) * g
+            p = preconditioner.add(p, g - m)
+            mass = beta2 * mass + (1.0 - beta2)
+            step = preconditioner.apply(p / mass if self.corrects else p, g)
+            own = self.decayed(t, w_i) - self.client_lr(t) * step
+            w_i = self.aligned(t, i, w_i, own)
+        return w_i, p, mass, loss_i
+
+    def round(self, t: int, w: Array, cohort: Sequence[int]) -> tuple[Array, float]:
+        """All clients, the means of w and P, then v = mu v + (mean change of w)."""
+        found = [self.client(t, w, i) for i in cohort]
+        self.shared["P"] = self.task.mean(cohort, [p for _, p, _, _ in found])
+        if self.corrects:
+            self.shared["P_mass"] = self.task.mean(cohort, [mass for _, _, mass, _ in found])
+        change = self.mean_change = self.task.mean(cohort, [w_i - w for w_i, _, _, _ in found])
+        if "momentum" in self.server:  # minus v: the server descends along minus the change
+            old = self.server["momentum"]
+            self.server["momentum"] = self.options["server_momentum"] * old - change
+            change = -self.server["momentum"]
+        loss = self.task.mean(cohort, [loss for _, _, _, loss in found])
+        return w + self.server_lr(t) * change, loss
+
+
 class PreFedSync(Algorithm):
     """The paper's basic rule, before the listings: gradients are averaged in every local step."""
 
@@ -965,12 +1030,25 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "prefed": PreFed,
     "prefedlite": PreFed,
     "prefedopt": PreFedOpt,
+    "prefedm": PreFedM,
+    "prefedmlite": PreFedM,
     "prefedsync": PreFedSync,
     "scaffold": Scaffold,
     "fedprox": FedProx,
     "fednova": FedNova,
     "pair": AnyPair,
 }
+
+
+def mean_of_rounds(weights: Sequence[Array], r: float) -> Array:
+    """Give the mean in which, with c_t = (1 + r) / (t + r), round s of T counts as
+    c_s (1 - c_(s+1)) ... (1 - c_T)."""
+    share = [(1.0 + r) / (t + r) for t in range(1, len(weights) + 1)]
+    counts: list[float] = []
+    for s, c in enumerate(share):
+        counts.append(c * float(np.prod([1.0 - later for later in share[s + 1 :]])))
+    assert abs(sum(counts) - 1.0) < 1e-12
+    return np.asarray(np.sum([n * w for n, w in zip(counts, weights, strict=True)], axis=0))
 
 
 def run(
@@ -1013,7 +1091,10 @@ def run(
         w, loss = algorithm.round(t, w, cohort)
         trace.weights.append(w.copy())
         trace.train_loss.append(float(loss))
-        trace.server.append(copy.deepcopy(algorithm.server))
+        means = {}
+        if full["mean_of_rounds"] is not None:
+            means["mean_of_rounds"] = mean_of_rounds(trace.weights, full["mean_of_rounds"])
+        trace.server.append(copy.deepcopy(algorithm.server | means))
         shared = {"mean_change": algorithm.mean_change} if full["align"] else {}
         trace.shared.append(copy.deepcopy(algorithm.shared | shared))
         trace.kept.append(copy.deepcopy(algorithm.kept))
