@@ -101,7 +101,8 @@ def test_server_side_algorithms_with_a_plain_client(name: str, tmp_path: Path) -
     {"name": "PreFed", "momentum": "reset"}, {"name": "PreFed", "bias_correction": True},
     {"name": "AdaAlter"}, {"name": "SCAFFOLD"}, {"name": "FedProx"},
     {"name": "FedCM"}, {"name": "FedLADA"}, {"name": "FedAdamW"}, {"name": "FedLion"},
-    {"name": "FedPM", "tau_relative": 0.1},
+    {"name": "FedPM", "tau_relative": 0.1}, {"name": "PreFedM"},
+    {"name": "FedAvg", "mean_of_rounds": 1.0},
     {"name": "Pair", "client": Adam(), "share": {"m": prefed.average(every=2, between="keep")}},
     {"name": "FedAvg", "align": 0.3}, {"name": "PreFed", "align": 0.3, "align_form": "mixed"},
     {"name": "FedAdam", "align": 0.3, "decoupled_weight_decay": 0.1},
@@ -532,6 +533,11 @@ def test_flower_s_dp_wrapper_goes_round(tmp_path: Path) -> None:
         tiny_grid(tiny_app(arrays()), tmp_path), ArrayRecord(tiny_model().state_dict()), 2, 5
     )
     assert result.arrays is not None
+    meant = Wrapper(prefed.flower.FedAvg(fraction_evaluate=0.0, mean_of_rounds=1.0), 0.1, 1.0, 6)
+    with pytest.raises(PrefedError, match="mean_of_rounds: clients go on from other weights"):
+        meant.start(
+            tiny_grid(tiny_app(arrays()), tmp_path), ArrayRecord(tiny_model().state_dict()), 2, 5
+        )
     with pytest.raises(ValueError, match=r"FedAvg\.aggregate_train"):
         Wrapper(strategy, 0.1, 1.0, 6, accountant=accountant(6))
 

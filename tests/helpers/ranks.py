@@ -25,6 +25,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "scaffold": {"engine": "sequential", "weighting": "samples", "clients_per_round": 5},
     "prefed": {"engine": "vectorised", "weighting": OWN, "clients_per_round": None},
     "prefedlite": {"engine": "sequential", "clients_per_round": 5},
+    "prefedm": {"engine": "vectorised", "weighting": OWN, "clients_per_round": 5},
     "prefed+topk": {"engine": "vectorised", "clients_per_round": 3},
     "prefedsync": {"engine": "vectorised", "weighting": OWN, "clients_per_round": 2},
     "fedavg": {"engine": "auto", "clients_per_round": 2},
@@ -88,6 +89,7 @@ def weights() -> dict[str, torch.Tensor]:
         results[name + more] = simulation.server.weights
         results[f"{name + more}.buffers"] = simulation.server.buffers
         results |= {f"{name + more}.{n}": v for n, v in simulation.trainer.state().items()}
+        results |= {f"{name + more}.mean.{n}": v for n, v in simulation.server.means.items()}
         number = record.get("epsilon", record["train_loss"])
         results[f"{name + more}.loss"] = torch.tensor(number, dtype=torch.float64)
     early = prefed.Settings(

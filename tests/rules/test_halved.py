@@ -75,8 +75,11 @@ def by_hand() -> Array:
     for round in range(ROUNDS):
         ended = []
         for client, (x, y) in enumerate(clients()):
-            state = [halved(s.astype(np.float32).astype(np.float64), nearest(s)) for s in (m, P)]
-            own_w, (own_m, own_P) = w.copy(), state
+            own_w, (own_m, own_P) = w.copy(), (
+                halved(s, draws.generator(SEED, f"state {name}", round, client)
+                       .bit_generator.random_raw(3).view(np.uint16))
+                for name, s in (("m", m), ("P", P))
+            )  # fmt: skip
             for k in range(STEPS):
                 source = draws.generator(SEED, "state", round, client, k).bit_generator
                 g = gradient(own_w, x.numpy(), y.numpy())
@@ -89,12 +92,6 @@ def by_hand() -> Array:
             ended.append((own_w, own_m, own_P))
         w, m, P = (np.mean([e[i] for e in ended], axis=0) for i in range(3))
     return w
-
-
-def nearest(x: Array) -> Array:
-    """The bits that make `halved` round to the nearest, halves to even."""
-    pattern = x.astype(np.float32).view(np.uint32)
-    return (0x7FFF + ((pattern >> 16) & 1)).astype(np.uint64)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])

@@ -64,6 +64,18 @@ def check_halved(rule: Rule, layout: Layout) -> None:
         )
 
 
+def give(rows: Tensor, value: Tensor, draws: Callable[[], list[np.random.Generator]]) -> None:
+    """Set each row (C, d) to the value (d), rounded at random where rows are in bfloat16 and the
+    value is not; `draws` has the random numbers of each row."""
+    if rows.dtype == value.dtype:
+        rows.copy_(value)
+        return
+    drawn = draws()
+    for first in range(0, len(value), BLOCK):
+        part = value[first : first + BLOCK].expand(len(rows), -1)
+        rows[:, first : first + BLOCK] = rounded(part, noise(drawn, part.shape[-1]))
+
+
 def noise(draws: list[np.random.Generator], size: int) -> Tensor:
     """The next `size` random numbers of 16 bits of each row, as int32."""
     words = [draw.bit_generator.random_raw(-(-size // 4)) for draw in draws]

@@ -10,6 +10,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Protocol
 
@@ -27,7 +28,7 @@ from prefed.core.parts import timed
 from prefed.core.schedule import at, within
 from prefed.rules import Field, Rule, State
 from prefed.rules.grouped import Grouped, unscaled
-from prefed.rules.halved import Halved
+from prefed.rules.halved import Halved, give
 from prefed.rules.rule import OTHER, Other
 from prefed.rules.wrapped import MEAN_CHANGE, Aligned, Decayed, Rising
 
@@ -269,11 +270,13 @@ def local_update(algorithm: Algorithm, server: Server, block: Block, kept: Kept)
             case "reset":
                 state[name].fill_(field.start)
             case "average" | "derived" if name in shared:
-                state[name][:, :size].copy_(server.shared[name])
+                give(
+                    state[name][:, :size], server.shared[name], partial(_noise, server, block, name)
+                )
                 for row, mine in _personal(server, state[name], block, kept, f"{PERSONAL}.{name}"):
                     row.fill_(field.start) if mine is None else row.copy_(mine)
             case "average" | "derived":
-                state[name].copy_(server.shared[name])
+                give(state[name], server.shared[name], partial(_noise, server, block, name))
             case "keep":
                 for row, client in zip(state[name], block.clients, strict=True):
                     if client in kept:
@@ -332,6 +335,11 @@ def _rule(algorithm: Algorithm, block: Block, round: int) -> Rule:
         return draws.generator(block.seed, "state", round, block.clients[row], k)
 
     return Halved(algorithm.client_rule().fit(block.layout), draw)
+
+
+def _noise(server: Server, block: Block, name: str) -> list[Generator]:
+    """The random numbers with which clients round a field that the server sends."""
+    return [draws.generator(block.seed, f"state {name}", server.round, c) for c in block.clients]
 
 
 def _with_options(algorithm: Algorithm, rule: Rule, layout: Layout, shared: int) -> Rule:
