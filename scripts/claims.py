@@ -61,7 +61,14 @@ CLAIMS = [
     ),
     Claim("(not in the paper) LoRA: training A as well pays", "PreFed", "PreFed, A frozen"),
     Claim("... for FedAvg", "FedAvg", "FedAvg, A frozen"),
+    *(
+        Claim(f"(not in the paper) PreFedM outperforms {theirs}", "PreFedM", theirs)
+        for theirs in ("FedAvgM", "FedAdam", "AdaAlter", "FedAvg", "PreFed", "FedAdamW")
+    ),
 ]  # fmt: skip
+
+CHOSEN = ("PreFedM", "PreFedMLite")
+"""Algorithms that should be first in every study, or level with the first."""
 
 
 def main() -> None:
@@ -80,7 +87,7 @@ def text() -> str:
             if study["config"] not in seen and (row := judged(claim, study)) is not None:
                 lines.append(f"| {claim.says} | {name} | {row} |")
                 seen.add(study["config"])
-    return "\n".join([*lines, "", *tau(studies)]) + "\n"
+    return "\n".join([*lines, "", *places(studies), "", *tau(studies)]) + "\n"
 
 
 def judged(claim: Claim, study: dict[str, Any]) -> str | None:
@@ -99,6 +106,24 @@ def judged(claim: Claim, study: dict[str, Any]) -> str | None:
     digits = 5 if rows[claim.better]["measure"] == "test_loss" else 2
     mean = f"{fmean(differences):+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
     return f"{mean}, {len(differences)} seeds | {verdict}"
+
+
+def places(studies: dict[str, Any]) -> list[str]:
+    """Where the chosen algorithms stand, against the first of all others."""
+    lines = ["| first or level with the first? | study | better than the best other by | |",
+             "|---|---|---|---|"]  # fmt: skip
+    for chosen in CHOSEN:
+        for name, study in studies.items():
+            rows = {row["label"]: row for row in study["lines"] if row["mean"] is not None}
+            if chosen not in rows:
+                continue
+            sign = -1 if rows[chosen]["measure"] == "test_loss" else 1
+            others = [label for label in rows if label not in CHOSEN]
+            best = max(others, key=lambda label: sign * rows[label]["mean"])
+            difference, verdict = (judged(Claim("", chosen, best), study) or "? | ?").split(" | ")
+            place = {"holds": "first", "open": "level", "does not hold": "behind"}.get(verdict, "?")
+            lines.append(f"| {chosen} | {name} | {difference} ({best}) | {place} |")
+    return lines if len(lines) > 2 else []
 
 
 def tau(studies: dict[str, Any]) -> list[str]:

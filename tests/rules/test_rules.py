@@ -134,6 +134,29 @@ def test_fused_covariance_is_the_plain_one(shape: tuple[int, ...], beta1: float)
             assert error < tolerance
 
 
+@pytest.mark.parametrize("shape", [(D,), (3, D), (3, 1001)])
+@pytest.mark.parametrize("tau_relative", [None, 0.1])
+@pytest.mark.parametrize("bias_correction", [False, True])
+def test_lean_covariance_is_the_plain_one(
+    shape: tuple[int, ...],
+    tau_relative: float | None,
+    bias_correction: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rule = Covariance(0.9, 0.999, 1e-3, "ema", "g", bias_correction, tau_relative=tau_relative)
+    monkeypatch.setattr("prefed.rules.covariance_fused.BLOCK", 2048)
+    fast = rule.fused(torch.zeros(1))
+    assert type(fast) is not Covariance
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        steps = gradients(300, shape, dtype)
+        (w, state), (w_fast, state_fast) = follow(rule, steps, 0.01), follow(fast, steps, 0.01)
+        torch.testing.assert_close(w_fast, w, rtol=tolerance, atol=10 * tolerance)
+        for name in state:
+            torch.testing.assert_close(
+                state_fast[name], state[name], rtol=tolerance, atol=tolerance
+            )
+
+
 def test_fused_covariance_goes_on_from_given_state() -> None:
     """Two rounds of five steps are ten steps: begin and finish change nothing but units."""
     rule = Covariance(0.9, 0.9, 1e-3)
@@ -157,6 +180,7 @@ RULES = [
     Yogi(),
     Covariance(),
     Covariance().fused(torch.zeros(1)),
+    Covariance(step_with="g").fused(torch.zeros(1)),
 ]
 
 

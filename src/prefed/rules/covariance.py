@@ -105,9 +105,11 @@ class Covariance(Rule):
         return P
 
     def fused(self, w: Tensor) -> Rule:
-        from prefed.rules.covariance_fused import FusedCovariance
+        from prefed.rules.covariance_fused import FusedCovariance, LeanCovariance
 
-        plain = self.accumulate == "ema" and self.step_with == "m" and not self.bias_correction
-        plain = plain and self.tau_relative is None
-        on_cpu = w.device.type == "cpu"
-        return FusedCovariance(**vars(self)) if plain and on_cpu and self.beta1 > 0 else self
+        if self.accumulate != "ema" or w.device.type != "cpu" or self.beta1 == 0:
+            return self
+        if self.step_with == "g":
+            return LeanCovariance(**vars(self))
+        plain = not self.bias_correction and self.tau_relative is None
+        return FusedCovariance(**vars(self)) if plain else self
