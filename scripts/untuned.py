@@ -4,8 +4,8 @@
 
 The tasks are the presets of the studies, without the options that were tuned for them and without
 schedules, on their test sets, with the first seeds of the studies. For each algorithm: the result
-on each task, its rank there, the mean of its ranks, and what it loses against its tuned self where a
-study has tuned it (the regret of the defaults). OUT/scores.json keeps what was run, so that the
+on each task, its rank there, the mean of its ranks, and what it loses against its tuned self where
+a study has tuned it (the regret of the defaults). OUT/scores.json keeps what was run, so that the
 same command goes on.
 """
 
