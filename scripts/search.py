@@ -80,9 +80,9 @@ def score(job: tuple[str, str, float, int]) -> tuple[str, list[float] | None]:
     try:
         for record in run.rounds():
             if record["round"] > run.settings.rounds - last:
-                means, run.server.means = run.server.means, {}
+                means, run.server.over_rounds = run.server.over_rounds, {}
                 plain = run.evaluate()["test_accuracy"]
-                run.server.means = means
+                run.server.over_rounds = means
                 found.append((plain, run.evaluate()["test_accuracy"]))
     except Diverged:
         return key(*job), None

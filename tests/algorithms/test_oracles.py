@@ -239,8 +239,8 @@ def compare(
     np.testing.assert_allclose(losses, trace.train_loss, rtol=tolerance, atol=tolerance)
     close(simulation.server.weights, trace.weights[-1], tolerance)
     ours = simulation.server.shared | simulation.server.optimiser
-    if "weights" in simulation.server.means:
-        ours["mean_of_rounds"] = simulation.server.means["weights"]
+    if "weights" in simulation.server.over_rounds:
+        ours["mean_of_rounds"] = simulation.server.over_rounds["weights"]
     theirs = trace.shared[-1] | trace.server[-1]
     for field in set(ours) & set(theirs):
         close(ours[field], theirs[field], tolerance)

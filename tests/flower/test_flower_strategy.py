@@ -184,6 +184,21 @@ def test_statistics_and_constants(statistics: Any, helper: str, tmp_path: Path) 
     assert torch.equal(found["large"], torch.tensor([2**62 + 1]))
 
 
+def test_the_mean_of_rounds_counts_steps_and_begins_anew(tmp_path: Path) -> None:
+    """Statistics have a mean over rounds, counters have none; a second start is another run."""
+    options: dict[str, Any] = {"client_lr": LR, "mean_of_rounds": 1.0}
+    app = tiny_app(arrays(), "local_train", make=WithBuffers)
+    strategy, grid = prefed.flower.FedAvg(**options, **OPTIONS), tiny_grid(app, tmp_path)
+    first, second = (run(strategy, grid, make=WithBuffers).arrays for _ in range(2))
+    wanted = prefed.simulate(
+        prefed.FedAvg(**options), WithBuffers(), tiny_data(), rounds=4, local_steps=STEPS,
+        batch_size=None, engine="sequential", weighting="samples",
+    ).model.state_dict()  # fmt: skip
+    for found in (first, second):
+        for name, value in found.to_torch_state_dict().items():
+            torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-12)
+
+
 def test_prefed_with_the_optimiser_and_two_lines(tmp_path: Path) -> None:
     strategy = prefed.flower.PreFed(client_lr=LR, **OPTIONS)
     result = run(strategy, tiny_grid(tiny_app(arrays(), "covariance"), tmp_path))

@@ -89,7 +89,7 @@ def weights() -> dict[str, torch.Tensor]:
         results[name + more] = simulation.server.weights
         results[f"{name + more}.buffers"] = simulation.server.buffers
         results |= {f"{name + more}.{n}": v for n, v in simulation.trainer.state().items()}
-        results |= {f"{name + more}.mean.{n}": v for n, v in simulation.server.means.items()}
+        results |= {f"{name + more}.mean.{n}": v for n, v in simulation.server.over_rounds.items()}
         number = record.get("epsilon", record["train_loss"])
         results[f"{name + more}.loss"] = torch.tensor(number, dtype=torch.float64)
     early = prefed.Settings(

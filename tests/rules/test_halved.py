@@ -16,7 +16,7 @@ import prefed
 from prefed.core import draws
 from prefed.core.errors import PrefedError
 from prefed.rules import Adam
-from prefed.rules.halved import Halved, rounded
+from prefed.rules.halved import Halved, give, rounded
 
 ROUNDS, STEPS, SEED = 3, 4, 7
 LR, BETA1, BETA2, TAU = 0.05, 0.9, 0.99, 1e-3
@@ -117,6 +117,21 @@ def test_after_a_resume_and_where_clients_take_unequally_many_steps(tmp_path: Pa
     prefed.simulate(algorithm, model(), data, **settings | {"rounds": 1}, **out)
     resumed = prefed.simulate(algorithm, model(), data, **settings, **out, resume=True)
     assert torch.equal(one.weights, resumed.weights)
+
+
+def test_what_is_given_block_by_block_has_noise_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def given(block: int) -> Tensor:
+        monkeypatch.setattr("prefed.rules.halved.BLOCK", block)  # a word is noise for four numbers
+        rows = torch.empty(2, 16, dtype=torch.bfloat16)
+        give(
+            rows, torch.full((16,), 1.001), lambda: [draws.generator(0, "x", 0, c) for c in (1, 2)]
+        )
+        return rows
+
+    assert torch.equal(given(4), given(1000))
+    first, second = given(1000).float()
+    assert not torch.equal(first, second)
+    assert len(first.unique()) == 2
 
 
 def test_a_slow_moving_average_goes_on() -> None:

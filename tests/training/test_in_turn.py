@@ -176,6 +176,7 @@ def test_what_algorithms_need_at_least() -> None:
         prefed.FedAdam(client_lr=0.1, server_lr=0.1): 1 + 3 + 1 + 2,
         prefed.PreFed(): 1 + 3 + 3 + 4,
         prefed.PreFed(momentum="reset"): 1 + 2 + 2 + 4,
+        prefed.PreFedM(): 1 + 4 + 2 + 4,
     }
     for algorithm, vectors in hands.items():
         assert needed(algorithm, layout).of() == pytest.approx(vectors, abs=1e-2), algorithm

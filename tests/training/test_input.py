@@ -166,6 +166,18 @@ def test_divergence_keeps_the_state_before_it() -> None:
     assert simulation.server.round == len(caught.value.history) - 1
 
 
+def test_the_median_step_is_that_of_a_corrected_preconditioner() -> None:
+    """lr / (sqrt(P) + tau) as clients divide by it, from the first round on."""
+    data, lr = tiny_data(), 0.01
+    run = prefed.Run(
+        prefed.PreFedM(client_lr=lr), tiny_model(), data, prefed.Settings(rounds=1, local_steps=3)
+    )
+    record = run.run_round()
+    P = run.server.shared["P"] / run.server.shared["P_mass"]
+    root = P.sqrt() + 0.1 * P.mean().sqrt()
+    assert record["median_step"] == pytest.approx(lr / float(root.median()), rel=1e-6)
+
+
 def test_a_collapsed_server_rule_is_reported() -> None:
     dataset = DATASETS.get("digits")()
     clients = [(dataset.x[i::5].float().flatten(1), dataset.y[i::5]) for i in range(5)]

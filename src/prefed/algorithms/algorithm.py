@@ -10,6 +10,7 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     ValidationError,
     model_serializer,
+    model_validator,
 )
 from torch import Tensor
 
@@ -97,6 +98,22 @@ class Algorithm(BaseModel):
         other = next((cls.contrib_options[n] for n in options if n in cls.contrib_options), None)
         return super().__new__(cls if other is None else ALGORITHMS.get(other))  # type: ignore[return-value]
 
+    @classmethod
+    def _first_default(cls, name: str) -> Any:
+        """Of an option, in the class that it comes from."""
+        kinds = [kind for kind in reversed(cls.__mro__) if issubclass(kind, Algorithm)]
+        return next(k.model_fields[name].default for k in kinds if name in k.model_fields)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_none(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Configs have no None: "none" stands for it where it is not what one gets anyway."""
+        fields = cls.model_fields
+        for name, value in options.items():
+            if value == "none" and name in fields and fields[name].default is not None:
+                options = {**options, name: None}
+        return options
+
     def __init__(self, **options: Any) -> None:
         try:
             super().__init__(**options)
@@ -109,15 +126,18 @@ class Algorithm(BaseModel):
         """Options that came later are written if they are used: without them a run is the one that
         it was before."""
         table: dict[str, Any] = write(self)
-        fields, base = type(self).model_fields, Algorithm.model_fields
+        fields = type(self).model_fields
         unused = {
             name
             for name in LATER
             if name in fields
-            and getattr(self, name) == fields[name].default
-            and fields[name].default == base.get(name, fields[name]).default
+            and getattr(self, name) == fields[name].default == self._first_default(name)
         }
-        return {name: value for name, value in table.items() if name not in unused}
+        table = {name: value for name, value in table.items() if name not in unused}
+        return {
+            name: "none" if value is None and fields[name].default is not None else value
+            for name, value in table.items()
+        }
 
     def client_rule(self) -> Rule:
         return SGD()

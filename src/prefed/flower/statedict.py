@@ -75,15 +75,22 @@ class StateDict:
         buffers = [values[name].reshape(-1).double() for name in self.buffers]
         return weights, torch.cat(buffers) if buffers else weights.new_empty(0).double()
 
-    def write(self, weights: Tensor, buffers: Tensor) -> ArrayRecord:
-        """A state dict in the order and the types of the first."""
+    def write(
+        self, weights: Tensor, buffers: Tensor, counters: Tensor | None = None
+    ) -> ArrayRecord:
+        """A state dict in the order and the types of the first.
+
+        counters   buffers that integers are taken from, if not from those
+        """
         views = self.constants | self.layout.views(weights)
         offset = 0
         for name in self.buffers:
             spec = self.specs[name]
-            part = buffers[offset : offset + spec.count].reshape(spec.shape)
+            counts = not spec.dtype.is_floating_point
+            source = counters if counts and counters is not None else buffers
+            part = source[offset : offset + spec.count].reshape(spec.shape)
             offset += spec.count
-            views[name] = (part if spec.dtype.is_floating_point else part.round()).to(spec.dtype)
+            views[name] = (part.round() if counts else part).to(spec.dtype)
         return pack({name: views[name] for name in self.specs})
 
 

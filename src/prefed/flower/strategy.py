@@ -160,7 +160,7 @@ class Strategy(FlowerStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        self._load(arrays)
+        self._load(arrays, is_first=server_round == 1)
         cohort = self._draw(grid, server_round, "train", self.fraction_train, self.min_train_nodes)
         self._check_budget(server_round, len(cohort))
         assert self.server is not None
@@ -182,7 +182,7 @@ class Strategy(FlowerStrategy):
         self.arrivals = Arrivals(admission, cohort, weight, self._averaged, mean)
         self._metrics = {}
         config["server-round"] = server_round
-        if arrays is self._arrays and self.algorithm.mean_of_rounds is not None:
+        if arrays is self._arrays and self.server.over_rounds:
             arrays = self.shape.write(self.server.weights, self.server.buffers)
         self._round = arrays, config
         return self._messages(cohort)
@@ -274,7 +274,7 @@ class Strategy(FlowerStrategy):
         took_part = asked if self.mechanism is not None else admitted
         server_update(self.algorithm, server, mean, steps, took_part / population)
         self.after |= dict.fromkeys(arrivals.admission.admitted, server_round - 1)
-        self._arrays = shape.write(*server.model())
+        self._arrays = shape.write(*server.model(), counters=server.buffers)
         return self._arrays, self._reduce(self.train_metrics_aggr_fn or mean_metrics, contents)
 
     def _take(self, arrivals: Arrivals, client: int, content: RecordDict) -> None:
@@ -349,7 +349,7 @@ class Strategy(FlowerStrategy):
                     "which prefed.flower.local_train in the ClientApp follows",
                     own, len(contents), type(self.algorithm).__name__)  # fmt: skip
 
-    def _load(self, arrays: ArrayRecord) -> None:
+    def _load(self, arrays: ArrayRecord, is_first: bool = False) -> None:
         """Take the model from the arrays of this round: the first, or what a wrapper made of
         ours."""
         if self.shape is None:
@@ -370,7 +370,7 @@ class Strategy(FlowerStrategy):
                 self.mechanism = Mechanism(self.privacy, self.algorithm, *run, secret=True)
                 self.mechanism.prepare()
         elif arrays is not self._arrays:
-            if self.algorithm.mean_of_rounds is not None and self._arrays is not None:
+            if self.server.over_rounds and not is_first:
                 raise PrefedError(
                     "mean_of_rounds: clients go on from other weights than those that are handed "
                     "over, and something around this strategy changes the latter; set it to None"
@@ -378,6 +378,8 @@ class Strategy(FlowerStrategy):
             weights, buffers = self.shape.read(arrays)
             self.server.weights.copy_(weights)
             self.server.buffers.copy_(buffers)
+            if self.server.over_rounds:  # another start
+                self.server.over_rounds["rounds"].zero_()
 
     def _draw(self, grid: Grid, round: int, purpose: str, fraction: float, least: int) -> list[int]:
         """Clients drawn from those that are there, by (seed, round)."""

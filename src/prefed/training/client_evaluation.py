@@ -101,7 +101,7 @@ class ClientEvaluation:
         """What clients need to know of it: the model, and what they share only for steps."""
         weights, buffers = server.model()
         shared = server.shared if self.settings.finetune_steps else {}
-        return replace(server, weights=weights, buffers=buffers, shared=shared, means={})
+        return replace(server, weights=weights, buffers=buffers, shared=shared, over_rounds={})
 
     def here(self, clients: list[int], tuned: bool = True) -> Iterator[tuple[int, Score]]:
         """The scores of clients whose samples, and whatever they keep, are in this process."""

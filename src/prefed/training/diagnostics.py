@@ -31,6 +31,8 @@ def diagnose(algorithm: Algorithm, server: Server, round: int) -> dict[str, floa
         found = rule.preconditioner()
         if found is not None and found[0] in state:
             rule, P = rule.fit(server.layout), state[found[0]]
+            if (mass := state.get(f"{found[0]}_mass")) is not None and float(mass) > 0:
+                P = P / mass.view(*[1] * P.dim())  # as a step has it, corrected for its start
             tau, root = rule.damping(P), _sample(rule.diagonal(P)).sqrt()
             return {
                 "adaptive_share": float((root > tau).double().mean()),

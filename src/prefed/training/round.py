@@ -71,8 +71,9 @@ class Server:
     """The local steps behind the statistics: what the counters among the buffers go by."""
     personal: Tensor
     """The first values of the part of the weights that stays with clients. Part of no message."""
-    means: State = dataclasses.field(default_factory=dict)
-    """The means of the weights and of the statistics over rounds, if the algorithm takes them."""
+    over_rounds: State = dataclasses.field(default_factory=dict)
+    """The mean of the weights and that of the statistics over rounds, and of how many, if the
+    algorithm takes them."""
     limits: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """Of the round under way: after how many local steps a client stops, if before its last."""
 
@@ -91,9 +92,12 @@ class Server:
         shared = {n: f for n, f in client.items() if policy(algorithm, n).comes_down}
         if algorithm.align:
             shared[MEAN_CHANGE] = Field((layout.size,))
-        means = {}
+        over_rounds = {}
         if algorithm.mean_of_rounds is not None:
-            means = {"weights": weights.clone(), BUFFERS: buffers.clone()}
+            first = {"weights": weights, BUFFERS: buffers}
+            wide = {n: v.to(torch.promote_types(v.dtype, torch.float32)) for n, v in first.items()}
+            over_rounds = {name: value.clone() for name, value in wide.items()}
+            over_rounds["rounds"] = weights.new_zeros((), dtype=torch.int64)
         return cls(
             round=0,
             weights=weights,
@@ -103,13 +107,15 @@ class Server:
             layout=layout,
             steps=weights.new_zeros((), dtype=torch.int64),
             personal=personal,
-            means=means,
+            over_rounds=over_rounds,
         )
 
     def model(self) -> tuple[Tensor, Tensor]:
         """The weights and statistics that are evaluated and handed over: the mean over rounds if
-        the algorithm takes one, else those that clients go on from. Not copies."""
-        return self.means.get("weights", self.weights), self.means.get(BUFFERS, self.buffers)
+        the algorithm takes one, else those that clients go on from. To be read only."""
+        weights = self.over_rounds.get("weights", self.weights)
+        buffers = self.over_rounds.get(BUFFERS, self.buffers)
+        return weights.to(self.weights.dtype), buffers.to(self.buffers.dtype)
 
     def broadcast(self, algorithm: Algorithm) -> State:
         """What goes down to every client of a cohort."""
@@ -478,10 +484,19 @@ def server_update(
     rule = algorithm.server_rule().fit(server.layout)
     rule.apply(server.weights, g, server.optimiser, lr, 0)
     server.round += 1
-    if (power := algorithm.mean_of_rounds) is not None:
-        share = (1 + power) / (server.round + power)
-        for held, now in zip(server.model(), (server.weights, server.buffers), strict=True):
-            held.lerp_(now, share)
+    if algorithm.mean_of_rounds is not None:
+        _take_mean(algorithm.mean_of_rounds, server)
+
+
+def _take_mean(r: float, server: Server) -> None:
+    """Move the mean over rounds towards what the server has now; a round in which it took no step
+    is none."""
+    held = server.over_rounds
+    held["rounds"] += 1
+    share = (1 + r) / (held["rounds"].double() + r)
+    for name, now in (("weights", server.weights), (BUFFERS, server.buffers)):
+        mean = held[name]
+        mean.lerp_(now.to(mean.dtype), share.to(mean.dtype))
 
 
 def codec_of(algorithm: Algorithm, name: str) -> Codec:

@@ -464,7 +464,7 @@ class Run:
         tensors = {"weights": server.weights, "buffers": server.buffers, "steps": server.steps}
         tensors |= {f"optimiser.{name}": value for name, value in server.optimiser.items()}
         tensors |= {f"shared.{name}": value for name, value in server.shared.items()}
-        tensors |= {f"mean_of_rounds.{name}": value for name, value in server.means.items()}
+        tensors |= {f"mean_of_rounds.{name}": value for name, value in server.over_rounds.items()}
         if self.mechanism is not None:
             tensors["privacy.clip"] = self.mechanism.clip
         return tensors | self._best_state | self.trainer.state()
@@ -534,7 +534,7 @@ class Run:
         server = self.server
         if best and self._best_state:
             weights, buffers, steps = self._best_state.values()
-            server = replace(server, weights=weights, buffers=buffers, steps=steps, means={})
+            server = replace(server, weights=weights, buffers=buffers, steps=steps, over_rounds={})
         weights, buffers, steps = *client_state(server, {}), server.steps
         if client is not None:
             weights, buffers = self.trainer.client_state(server, client)

@@ -34,7 +34,7 @@ def needed(algorithm: Algorithm, layout: Layout) -> Vectors:
     """Nothing as long as the weights is made for it."""
     weights = torch.empty(layout.size, device="meta")
     server = Server.start(algorithm, layout, weights, weights[:0])
-    server_state = server.optimiser, server.shared, server.means
+    server_state = server.optimiser, server.shared, server.over_rounds
 
     def length(tensors: Iterable[Tensor]) -> float:
         return sum(tensor.numel() for tensor in tensors) / layout.size
