@@ -61,7 +61,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "PreFedM, server momentum .9": prefedm(server_momentum=0.9),
     "PreFedM, align = .3": prefedm(align=0.3),
     "PreFedM, align = .3, mixed": prefedm(align=0.3, align_form="mixed"),
-    "PreFedM, squares for P": pair(SQUARES, 0.7, {"v": "average"}),
+    "PreFedM, tau = 1e-3, squares for P": pair(SQUARES, 0.7, {"v": "average"}),
     "PreFedMLite": {"name": "prefedmlite"},
 }
 
@@ -130,7 +130,7 @@ def table(scores: Scores) -> str:
         for task in TASKS:
             for column in (0, 1):
                 found = best(scores, task, form, column)
-                text = "diverged" if found is None else f"{100 * found[0]:.2f} ({found[1]:g})"
+                text = "-" if found is None else f"{100 * found[0]:.2f} ({found[1]:g})"
                 cells.append(text)
         lines.append(f"| {form} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
