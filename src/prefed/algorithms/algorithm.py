@@ -76,7 +76,7 @@ class Algorithm(BaseModel):
 
     state_dtype: Literal["weights", "bfloat16"] = "weights"
     """Clients that train hold m, P and other state of their rule in the type of the "weights", or,
-    in half the memory, in "bfloat16", rounded at random after each step."""
+    in half the memory, in "bfloat16", rounded at random at the start and after each step."""
 
     groups: Groups = ()
     """Parameters that are trained otherwise than the rest, by name or pattern: a list of tables

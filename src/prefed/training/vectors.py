@@ -20,7 +20,8 @@ class Vectors:
     given: float
     """The model that was handed in, which stays as it is."""
     server: float
-    """The weights, the state of the server rule, and the copy of what clients share."""
+    """The weights, the state of the server rule, the copy of what clients share, and the mean over
+    rounds."""
     mean: float
     """A sum of everything that is averaged."""
     client: float
