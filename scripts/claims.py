@@ -118,7 +118,7 @@ def places(studies: dict[str, Any]) -> list[str]:
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for chosen in CHOSEN:
         for name, study in studies.items():
-            rows = {row["label"]: row for row in study["lines"] if row["mean"] is not None}
+            rows = {row["label"]: row for row in study["lines"] if row.get("mean") is not None}
             if chosen not in rows:
                 continue
             others = [label for label in rows if not label.startswith("PreFedM")]

@@ -122,7 +122,7 @@ def best(scores: Scores, task: str, form: str, column: int) -> tuple[float, floa
     return max(found, default=None)
 
 
-def table(scores: Scores) -> str:
+def text(scores: Scores) -> str:
     heads = [f"{task}{more}" for task in TASKS for more in (", last weights", ", their mean")]
     lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
     for form in FORMS:
@@ -150,8 +150,8 @@ def main() -> None:
             scores[name] = value
             write_whole(path, (json.dumps(scores, indent=0) + "\n").encode())
             print(f"[{done}/{len(left)}] {name}: {value}", flush=True)
-    write_whole(options.out.with_suffix(".md"), table(scores).encode())
-    print(table(scores))
+    write_whole(options.out.with_suffix(".md"), text(scores).encode())
+    print(text(scores))
 
 
 if __name__ == "__main__":

@@ -83,9 +83,17 @@ def tuned(results: Path, task: str) -> dict[str, float]:
     lines = json.loads(path.read_text())["lines"] if path.exists() else []
     found: dict[str, float] = {}
     for line in lines:
-        if line["label"].lower() == line["algorithm"] and line["mean"] is not None:
-            found[line["algorithm"]] = line["mean"]
+        name = line["algorithm"]["name"]
+        if line["label"].lower() == name and line["mean"] is not None:
+            found[name] = line["mean"]
     return found
+
+
+def text(scores: Scores, results: Path) -> str:
+    """The table of all tasks that are done, beside what the studies in `results` have."""
+    names = {task: [key(task, a, s) for a in ALGORITHMS for s in range(n)]
+             for task, n in TASKS.items()}  # fmt: skip
+    return table(scores, [task for task in TASKS if scores.keys() >= {*names[task]}], results)
 
 
 def table(scores: Scores, tasks: list[str], results: Path) -> str:
@@ -143,11 +151,8 @@ def main() -> None:
             scores[name] = value
             write_whole(path, (json.dumps(scores, indent=0) + "\n").encode())
             print(f"[{done}/{len(left)}] {name}: {value}", flush=True)
-    whole = [t for t in TASKS if all(key(t, a, s) in scores for a in ALGORITHMS
-                                     for s in range(TASKS[t]))]  # fmt: skip
-    text = table(scores, whole, given.out.parent)
-    write_whole(given.out.with_suffix(".md"), text.encode())
-    print(text)
+    write_whole(given.out.with_suffix(".md"), text(scores, given.out.parent).encode())
+    print(text(scores, given.out.parent))
 
 
 if __name__ == "__main__":
