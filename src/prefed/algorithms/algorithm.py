@@ -110,7 +110,8 @@ class Algorithm(BaseModel):
         """Configs have no None: "none" stands for it where it is not what one gets anyway."""
         fields = cls.model_fields
         for name, value in options.items():
-            if value == "none" and name in fields and fields[name].default is not None:
+            known = isinstance(value, str) and name in fields
+            if known and value == "none" and fields[name].default is not None:
                 options = {**options, name: None}
         return options
 

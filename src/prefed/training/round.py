@@ -493,10 +493,10 @@ def _take_mean(r: float, server: Server) -> None:
     is none."""
     held = server.over_rounds
     held["rounds"] += 1
-    share = (1 + r) / (held["rounds"].double() + r)
     for name, now in (("weights", server.weights), (BUFFERS, server.buffers)):
         mean = held[name]
-        mean.lerp_(now.to(mean.dtype), share.to(mean.dtype))
+        share = (1 + r) / (held["rounds"].to(mean.dtype) + r)
+        mean.lerp_(now.to(mean.dtype), share)
 
 
 def codec_of(algorithm: Algorithm, name: str) -> Codec:
