@@ -24,7 +24,7 @@ class PreFedM(Preconditioned):
         w = w + server_lr * v
 
     tau is a tenth of the root mean square of sqrt(P/c), without units. The model that is handed
-    over is the mean of w over rounds, which makes a falling step size needless (mean_of_rounds).
+    over is the mean of w over rounds (mean_of_rounds).
     Upload 2d; PreFedMLite's is 0.76d.
     """
 

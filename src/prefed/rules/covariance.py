@@ -97,8 +97,9 @@ class Covariance(Rule):
     def preconditioner(self) -> tuple[str, float]:
         return "P", self.tau
 
-    def damping(self, P: Tensor) -> float:
-        return float(self.tau_for(self.with_clients(P)))
+    def damping(self, P: Tensor, mass: float = 1.0) -> float:
+        tau = float(self.tau_for(self.with_clients(P)))
+        return tau if self.tau_relative is None else tau / mass**0.5
 
     def with_clients(self, P: Tensor) -> Tensor:
         """P of one holder as `mean_variance` takes it."""

@@ -108,8 +108,9 @@ class Rule(ABC):
         """What that field of one holder says of each coordinate (d)."""
         return P
 
-    def damping(self, P: Tensor) -> float:
-        """The tau that a step adds to the root of that field, as one holder has it."""
+    def damping(self, P: Tensor, mass: float = 1.0) -> float:
+        """The tau that a step adds to the root of that field, as one holder has it, divided by the
+        weight that it has gathered."""
         found = self.preconditioner()
         return found[1] if found else 0.0
 

@@ -31,9 +31,9 @@ def diagnose(algorithm: Algorithm, server: Server, round: int) -> dict[str, floa
         found = rule.preconditioner()
         if found is not None and found[0] in state:
             rule, P = rule.fit(server.layout), state[found[0]]
-            if (mass := state.get(f"{found[0]}_mass")) is not None and float(mass) > 0:
-                P = P / mass.view(*[1] * P.dim())  # as a step has it, corrected for its start
-            tau, root = rule.damping(P), _sample(rule.diagonal(P)).sqrt()
+            gathered = state.get(f"{found[0]}_mass")
+            mass = 1.0 if gathered is None else float(gathered) or 1.0
+            tau, root = rule.damping(P, mass), (_sample(rule.diagonal(P)) / mass).sqrt()
             return {
                 "adaptive_share": float((root > tau).double().mean()),
                 "median_step": at(rate, round) / (float(root.median()) + tau),
