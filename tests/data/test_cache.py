@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import prefed
+from prefed.core.cache_directory import VARIABLE, cache_directory
 from prefed.core.tensor_files import write_tensors
 from prefed.data import cache, cifar, idx, libsvm, shakespeare
 from tests.helpers import official
@@ -55,7 +56,7 @@ MADE: dict[str, tuple[Callable[[Path, int], None], Any, dict[str, Any]]] = {
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "SMALL", 1)
     return tmp_path / "cache"
 
@@ -91,7 +92,7 @@ def test_the_second_time_nothing_is_decoded(
     make(source, 0)
     settle(source, 100)
     with monkeypatch.context() as off:
-        off.setenv(cache.VARIABLE, "off")
+        off.setenv(VARIABLE, "off")
         plain = load()
     assert not kept.exists()
     assert same(load(), plain)
@@ -106,7 +107,7 @@ def test_the_second_time_nothing_is_decoded(
     changed = load()
     assert not same(changed, plain)
     with monkeypatch.context() as off:
-        off.setenv(cache.VARIABLE, "off")
+        off.setenv(VARIABLE, "off")
         assert same(changed, load())
 
 
@@ -147,7 +148,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     source.write_bytes(b"1234")
     settle(tmp_path, 100)
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "file"))
     assert float(decode_once(source, 2.0)["x"].max()) == 2.0
 
 
@@ -165,9 +166,9 @@ def test_whoever_has_no_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.delenv(cache.VARIABLE, raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", nowhere)
-    assert cache.directory() is None
-    monkeypatch.setenv(cache.VARIABLE, "/somewhere")
-    assert cache.directory() == Path("/somewhere")
+    assert cache_directory() is None
+    monkeypatch.setenv(VARIABLE, "/somewhere")
+    assert cache_directory() == Path("/somewhere")

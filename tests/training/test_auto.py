@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any, ClassVar
 
 import pytest
@@ -52,9 +53,10 @@ def test_auto_measures_and_says_what_it_chose(
     assert torch.equal(run(by_hand), weights), "measuring leaves no trace in the result"
 
 
-@pytest.mark.parametrize("fastest", ["sequential", "vectorised"])
+@pytest.mark.process
+@pytest.mark.parametrize("fastest", ["sequential", "vectorised", "native"])
 def test_auto_takes_the_fastest(monkeypatch: pytest.MonkeyPatch, fastest: str) -> None:
-    """A clock that runs by the number of blocks of the other engine."""
+    """A clock that runs by the number of blocks of the other engines."""
     monkeypatch.setattr(auto, "SHORT", 0)
     clock = {"now": 0.0}
     monkeypatch.setattr("time.perf_counter", lambda: clock["now"])
@@ -70,6 +72,12 @@ def test_auto_takes_the_fastest(monkeypatch: pytest.MonkeyPatch, fastest: str) -
     made = simulation()
     made.run_round()
     assert local(made).choice == Choice(fastest, 1)
+
+
+def test_short_runs_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "SHORT", 0)
+    monkeypatch.setattr(auto, "can_be_native", lambda *_: pytest.fail("compiled"))
+    run(simulation())
 
 
 def test_a_choice_that_is_set_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +165,7 @@ def test_a_checkpoint_does_not_name_an_engine_of_its_own() -> None:
 def test_a_hopeless_candidate_is_dropped_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock by which a block of the vectorised engine takes a hundred times as long."""
     monkeypatch.setattr(auto, "SHORT", 0)
+    monkeypatch.setattr(auto, "WORTH_COMPILING", math.inf)
     monkeypatch.setattr(auto, "BLOCKS", 10)
     monkeypatch.setattr(machine, "cores", lambda: 1)
     monkeypatch.setattr(Vectorised, "block_size", lambda *_: 1)
@@ -183,6 +192,7 @@ def test_a_hopeless_candidate_is_dropped_inside_a_local_update(
 ) -> None:
     """A clock by which a step of a client takes a hundred times as long vectorised."""
     monkeypatch.setattr(auto, "SHORT", 0)
+    monkeypatch.setattr(auto, "WORTH_COMPILING", math.inf)
     monkeypatch.setattr(auto, "STEPS", 20)
     monkeypatch.setattr(machine, "cores", lambda: 1)
     clock, steps = {"now": 0.0}, [0]

@@ -22,11 +22,11 @@ import safetensors
 import torch
 from torch import Tensor
 
+from prefed.core.cache_directory import cache_directory
 from prefed.core.tensor_files import write_tensors
 
 log = logging.getLogger("prefed")
 
-VARIABLE = "PREFED_CACHE"
 VERSION = 1
 """Of all decoders: to be raised when one of them decodes otherwise."""
 SMALL = 1 << 20
@@ -43,24 +43,11 @@ OLD = 3600.0
 """Seconds after which nobody writes a file any more."""
 
 
-def directory() -> Path | None:
-    """Where decoded data sets are, if they are to be kept."""
-    chosen = os.environ.get(VARIABLE, "")
-    if chosen == "off":
-        return None
-    try:
-        if chosen:
-            return Path(chosen).expanduser()
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prefed"
-    except RuntimeError:  # whoever runs this has no home
-        return None
-
-
 def decoded(
     name: str, files: Sequence[Path], options: object, form: Form, decode: Callable[[], Arrays]
 ) -> Arrays:
     """What `decode` makes of the files with these options, or made of them earlier."""
-    folder, versions = directory(), _versions(files)
+    folder, versions = cache_directory(), _versions(files)
     if folder is None or versions is None:
         return decode()
     paths = [str(path.resolve()) for path in files]

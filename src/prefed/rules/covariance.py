@@ -105,6 +105,27 @@ class Covariance(Rule):
         """P of one holder as `mean_variance` takes it."""
         return P
 
+    def in_c(self) -> str:
+        ema, masses = self.accumulate == "ema", self.masses()
+        P = "beta2 * P[i] + (1 - beta2) * (r * r)" if ema else "P[i] + r * r"
+        m_mass = "m_mass[0] += (1 - beta1) * (1 - m_mass[0])" if "m_mass" in masses else "1"
+        P_mass = "P_mass[0] += (1 - beta2) * (1 - P_mass[0])" if "P_mass" in masses else "1"
+        between = f"""}}
+    real all = share * (total(P, SIZE) / SIZE);
+    if (all > 0) tau = {self.tau_relative!r} * SQRT(all);
+    for (int64_t i = 0; i < SIZE; i++) {{"""
+        return f"""
+    const real beta1 = {self.beta1!r}, beta2 = {self.beta2!r};
+    const real step = lr / ({m_mass}), share = 1 / ({P_mass});
+    real tau = {self.tau!r};
+    for (int64_t i = 0; i < SIZE; i++) {{
+        m[i] += (1 - beta1) * (g[i] - m[i]);
+        real r = g[i] - m[i];
+        P[i] = {P};
+    {"" if self.tau_relative is None else between}
+        w[i] -= step * {self.step_with}[i] / (SQRT(share * P[i]) + tau);
+    }}"""
+
     def fused(self, w: Tensor) -> Rule:
         from prefed.rules.covariance_fused import FusedCovariance, LeanCovariance
 

@@ -119,6 +119,12 @@ class Rule(ABC):
         this one."""
         return self
 
+    def in_c(self) -> str | None:
+        """A step of one client in C, equal up to rounding, for engines that compile it; None if
+        nobody has written it down. `w`, `g` and the fields of the state, by their names, are arrays
+        of type `real`, SIZE is their length, `lr` a number."""
+        return None
+
     def apply(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
         """One `step`. An element-wise rule works on large vectors part by part, each of which stays
         in the CPU's cache from the first line of the rule to the last."""
@@ -128,6 +134,11 @@ class Rule(ABC):
                 self.step(w_part, g_part, dict(zip(state, rest, strict=True)), lr, k)
         else:
             self.step(w, g, state, lr, k)
+
+
+def in_c(rule: Rule) -> str | None:
+    """A step of the rule in C, if its own class has one: what it inherits is of another rule."""
+    return rule.in_c() if "in_c" in vars(type(rule)) else None
 
 
 _local = threading.local()

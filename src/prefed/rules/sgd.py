@@ -32,3 +32,14 @@ class SGD(Rule):
             return g
         buffer = state["momentum"].mul_(self.momentum).add_(g)
         return g.add(buffer, alpha=self.momentum) if self.nesterov else buffer
+
+    def in_c(self) -> str:
+        if not self.momentum:
+            return "for (int64_t i = 0; i < SIZE; i++) w[i] -= lr * g[i];"
+        step = "g[i] + mu * momentum[i]" if self.nesterov else "momentum[i]"
+        return f"""
+    const real mu = {self.momentum!r};
+    for (int64_t i = 0; i < SIZE; i++) {{
+        momentum[i] = mu * momentum[i] + g[i];
+        w[i] -= lr * ({step});
+    }}"""

@@ -17,12 +17,16 @@ from functools import partial
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
+from prefed.core.c_programs import CannotCompile
 from prefed.core.machine import threads_for, torch_threads, usable_threads
 from prefed.data import FederatedData
 from prefed.rules import Rule, State
+from prefed.rules.rule import in_c
 from prefed.rules.wrapped import Wrapped
 from prefed.training.batches import local_steps
 from prefed.training.engines.engine import train_block
+from prefed.training.engines.native import Native
+from prefed.training.engines.native_chains import NotNative
 from prefed.training.engines.vectorised import Vectorised
 from prefed.training.engines.workers import Workers
 from prefed.training.round import Kept, Server
@@ -51,8 +55,10 @@ SLOW_START = 5.0
 MARGIN = 0.95
 """A candidate must beat the best of those before it by this factor."""
 
-MEASURED = ("sequential", "vectorised")
+MEASURED = ("sequential", "vectorised", "native")
 """The engines that "auto" chooses from."""
+WORTH_COMPILING = 20.0
+"""Seconds of a run from which on it is worth compiling a C program, which takes a few."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,9 @@ def choose(
     a_run = a_round * settings.rounds
     if a_run < BRIEF_RUN:
         found = alone
+    if a_run > WORTH_COMPILING and can_be_native(task, data, settings):
+        found += [Choice("native", choice.workers) for choice in found[::-1]
+                  if choice.engine == "sequential"]  # fmt: skip
     for choice in found:
         if choice not in alone:
             measure(choice, SLOW_START * quickest)
@@ -173,6 +182,9 @@ class Timed(Wrapped):
             raise Late
         self.rule.apply(w, g, state, lr, k)
 
+    def in_c(self) -> str | None:
+        return in_c(self.rule)  # it is not broken off, and need not be
+
 
 def until(algorithm: Algorithm, end: float) -> Algorithm:
     """The algorithm, with local updates that are broken off between two steps once it is late."""
@@ -209,8 +221,16 @@ def candidates(
     return [Choice(engine, count, 1 if count > 1 else alone) for engine, count in found]
 
 
+def can_be_native(task: Task, data: FederatedData, settings: Settings) -> bool:
+    try:
+        Native(task, data, settings).checked()
+    except (NotNative, CannotCompile):
+        return False
+    return True
+
+
 def threads_of(task: Task, data: FederatedData, settings: Settings) -> int | None:
     """For each operation of a local step: one, unless the model is large."""
-    if task.device.type != "cpu" or settings.engine not in ("auto", "sequential", "vectorised"):
+    if task.device.type != "cpu" or settings.engine not in ("auto", *MEASURED):
         return None  # the compiled engine and those of one's own use threads as they like
     return threads_for(3 * task.operations(data) * (settings.batch_size or len(data.client(0))))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from prefed.core.hooks import hooked
 from prefed.training.keyed_dropout import dropout
+from prefed.training.pooling import PoolsFirst
 
 Forward = Callable[[Mapping[str, Tensor], Tensor, Tensor | None], Tensor]
 """(parameters (C, ...), x (C, B, ...), keys of dropout (C, 2)) -> outputs (C, B, ...)"""
@@ -26,7 +27,7 @@ ELEMENTWISE = (
 
 
 def plan(module: nn.Module) -> Forward | None:
-    layers, names = _chain(module, ""), dict(module.named_parameters())
+    layers, names = chain(module), dict(module.named_parameters())
     for prefix, layer in layers:  # a layer that stands twice in the chain has one name only
         if not _known(layer) or any(prefix + n not in names for n, _ in layer.named_parameters()):
             return None
@@ -65,7 +66,7 @@ def plan_gradient(module: nn.Module) -> Differentiate | None:
     """Forward and back by hand, for a classifier that is a chain of linear layers with such
     activations between them: gradients go straight to where they belong, and no graph is kept.
     A third faster than autograd for small layers."""
-    layers = [pair for pair in _chain(module, "") if type(pair[1]) is not nn.Identity]
+    layers = [pair for pair in chain(module) if type(pair[1]) is not nn.Identity]
     while layers and type(layers[0][1]) is nn.Flatten:
         layers = layers[1:]
     ends = [type(layer) for _, layer in (layers[:1] + layers[-1:])]
@@ -124,12 +125,15 @@ def plan_gradient(module: nn.Module) -> Differentiate | None:
     return differentiate
 
 
-def _chain(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
-    """The layers of nested Sequentials in order, with the prefix of their parameters' names."""
-    if type(module) is not nn.Sequential or hooked(module):
+def chain(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """The layers of nested Sequentials in the order they run in, with the prefix of their
+    parameters' names."""
+    if type(module) not in (nn.Sequential, PoolsFirst) or hooked(module):
         return [(prefix, module)]
-    children = module._modules.items()
-    return [pair for name, child in children if child for pair in _chain(child, f"{prefix}{name}.")]
+    children = [*module._modules.items()]
+    if isinstance(module, PoolsFirst):
+        children = [children[place] for place in module.order]
+    return [pair for name, child in children if child for pair in chain(child, f"{prefix}{name}.")]
 
 
 def _known(layer: nn.Module) -> bool:

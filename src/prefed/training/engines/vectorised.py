@@ -67,6 +67,9 @@ def vectorised(task: Task, data: FederatedData, settings: Settings) -> Engine:
 
 
 class Vectorised:
+    way = "vmap"
+    """What gradients are computed by."""
+
     def __init__(self, task: Task, data: FederatedData, settings: Settings) -> None:
         self.task, self.data, self.settings = task, data, settings
         self.losses = losses_of(task)
@@ -157,7 +160,9 @@ class Vectorised:
             flat.write_buffers(buffers, zero[0])
         off, scale = float((found - expected).abs().max()), float(expected.abs().max())
         tolerance = 1e-8 if found.dtype == torch.float64 else 1e-2
-        return None if off <= tolerance * scale else "vmap gives other gradients than autograd"
+        return (
+            None if off <= tolerance * scale else f"{self.way} gives other gradients than autograd"
+        )
 
     def make_block(
         self, clients: Sequence[int], steps: list[int], stacks: list[Stack], seeds: list[int]

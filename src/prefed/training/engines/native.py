@@ -1,0 +1,209 @@
+"""Small networks in C: all local steps of a client in one call.
+
+torch needs some 5 microseconds for each operation and moves what is between layers through
+memory that it asks for anew; of a network of a few thousand weights that is most of a step. Here
+a chain of layers becomes a C program (chain.c), compiled once for the model and the batch size:
+forward, back and, where the rule has a form in C (Rule.in_c), the step too, one client after
+another, so that its vectors stay in the cache. Anything else about a round is as in the vectorised
+engine.
+
+It needs a C compiler. What cannot be written in C trains without it, after one line that says why.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from prefed.algorithms import Algorithm
+from prefed.core import batch
+from prefed.core.batch import Inputs
+from prefed.core.c_programs import CannotCompile
+from prefed.core.losses import WITH_CLASSES, are_labels
+from prefed.core.parts import timed
+from prefed.data import FederatedData
+from prefed.rules import Rule, State
+from prefed.rules.rule import in_c
+from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
+from prefed.training.engines.native_chains import NotNative, Program
+from prefed.training.engines.sequential import Sequential
+from prefed.training.engines.stacked_batches import Group, Stack, Unequal
+from prefed.training.engines.vectorised import Rows, Vectorised, VectorisedBlock
+from prefed.training.settings import Settings
+from prefed.training.task import Task
+
+BLOCK_SIZE = 1 << 17
+"""Weights of all clients of a block, about: what is done once a block costs little then, and there
+are several blocks for workers to share."""
+TOGETHER = 1 << 22
+"""Numbers of samples that are prepared at a time."""
+
+
+@ENGINES.register("native")
+def native(task: Task, data: FederatedData, settings: Settings) -> Engine:
+    try:
+        return Native(task, data, settings).checked()
+    except (NotNative, CannotCompile) as reason:
+        other = Vectorised(task, data, settings)
+        chain = other.gradients is not None and other.why_not() is None
+        does = "clients train in blocks of torch's operations" if chain else (
+            "clients train one after another"
+        )  # fmt: skip
+        warnings.warn(f"not in C ({reason}); {does}", EngineWarning, stacklevel=2)
+        return other if chain else Sequential(task, data, settings)
+
+
+class Native(Vectorised):
+    way = "C"
+
+    def __init__(self, task: Task, data: FederatedData, settings: Settings) -> None:
+        super().__init__(task, data, settings)
+        if task.device.type != "cpu":
+            raise NotNative(f"device {task.device.type}")
+        if task.loss not in WITH_CLASSES:
+            raise NotNative("its loss is not the cross-entropy")
+        if task.randomness != "none" or task.flat.buffers.changing:
+            raise NotNative("it draws numbers, or has statistics")
+        first = data.client(0)
+        if first.is_ragged:
+            raise NotNative("samples are of unequal length")
+        x, _ = first.take(torch.arange(1))
+        self.prepare: Callable[[Inputs], Inputs] = (
+            vmap(task.transform) if task.transform else lambda x: x
+        )
+        x = self.prepare(batch.mapped(lambda leaf: leaf[None], x))
+        if not isinstance(x, Tensor):
+            raise NotNative("a sample is not one tensor")
+        size = settings.batch_size or len(first)
+        self.program = Program(
+            task.flat.module, task.flat.layout, x.shape[2:], task.flat.weights.dtype, size
+        )
+        self.scratch = self.program.scratch()
+        self.one_gradient = torch.empty_like(task.flat.weights)
+
+    def checked(self) -> "Native":
+        """It has the gradients of autograd, on one batch."""
+        if (reason := self.why_not()) is not None:
+            raise NotNative(reason)
+        return self
+
+    def block_size(self, algorithm: Algorithm, cohort: int) -> int:
+        fit = min(self.most_clients, self.most_clients_by_state(algorithm))
+        size = max(1, min(fit, BLOCK_SIZE // self.task.flat.layout.size, (cohort + 1) // 2))
+        return math.ceil(cohort / math.ceil(cohort / size))
+
+    def make_block(
+        self, clients: Sequence[int], steps: list[int], stacks: list[Stack], seeds: list[int]
+    ) -> VectorisedBlock:
+        return NativeBlock(self, clients, steps, stacks, seeds)
+
+    def samples(self, x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
+        """x and y of some clients (C, B, ...) as the program takes them."""
+        x, dtype = self.prepare(x), self.task.flat.weights.dtype
+        assert isinstance(x, Tensor)
+        x = x.to(dtype)
+        return x if x[0].is_contiguous() else x.contiguous(), y.contiguous()
+
+
+class NativeBlock(VectorisedBlock):
+    engine: Native
+
+    def _fill(self, stack: Stack, rows: Rows, x: Inputs, y: Tensor, key: Tensor) -> Tensor:
+        engine = self.engine
+        if not (y.dim() == 2 and are_labels(y) and engine.simple(stack, y)):
+            return super()._fill(stack, rows, x, y, key)
+        weights, gradient = self.weights[rows], self.gradient[rows]
+        losses = weights.new_zeros(len(weights))
+        engine.program.gradients(weights, gradient, *engine.samples(x, y), losses, engine.scratch)
+        if not isinstance(rows, slice):  # they were copied
+            self.gradient[rows] = gradient
+        return losses
+
+    def rule(self, algorithm: Algorithm) -> Rule:
+        plain = algorithm.client_rule().fit(self.layout)
+        alone = not (algorithm.align or algorithm.decoupled_weight_decay or algorithm.groups)
+        return plain if alone and in_c(plain) is not None else super().rule(algorithm)
+
+    def run_steps(self, algorithm: Algorithm, rule: Rule, state: State, lr: float) -> Tensor:
+        lines = in_c(rule)
+        limited = algorithm.clip_norm is not None or bool(algorithm.groups)
+        if lines is None or limited or not all(map(self._in_c, self.stacks)):
+            return super().run_steps(algorithm, rule, state, lr)
+        losses = self.weights.new_zeros(len(self.clients))
+        for stack in self.stacks:
+            for rows, numbers, x, y in self._work(stack):
+                part = {name: value[rows] for name, value in state.items()}
+                self._steps(lines, part, rows, numbers, x, y, losses, lr, algorithm.weight_decay)
+        return losses
+
+    @timed("local steps in C")
+    def _steps(
+        self,
+        lines: str,
+        state: State,
+        rows: slice,
+        sizes: list[int],
+        x: Tensor,
+        y: Tensor,
+        losses: Tensor,
+        lr: float,
+        decay: float,
+    ) -> None:
+        engine = self.engine
+        engine.program.steps(
+            lines, self.weights[rows], state, sizes, x, y, losses[rows], lr, decay,
+            engine.one_gradient, engine.scratch,
+        )  # fmt: skip
+
+    def _in_c(self, stack: Stack) -> bool:
+        """All its batches can be given to the program."""
+        if isinstance(stack, Unequal):
+            y = stack.clients[0].samples.y
+            return y.dim() == 1 and are_labels(y) and self.engine.simple(stack, y)
+        return (
+            isinstance(stack, Group)
+            and isinstance(stack.rows, slice)
+            and stack.y.dim() == 2
+            and are_labels(stack.y)
+            and self.engine.simple(stack, stack.y)
+        )
+
+    def _work(self, stack: Stack) -> Iterator[tuple[slice, list[int], Tensor, Tensor]]:
+        """Rows of the block, the sizes of batches that follow one another, and their samples."""
+        if isinstance(stack, Unequal):
+            for row, batches in enumerate(stack.clients):
+                found = ((k, *batches[k]) for k in range(len(batches)))
+                pairs = ((batch.mapped(lambda v: v[None], x), y[None]) for _, x, y in found)
+                for part in self._together(pairs):
+                    yield slice(row, row + 1), *part
+        else:
+            assert isinstance(stack, Group)
+            assert isinstance(stack.rows, slice)
+            steps = range(self.steps[0])
+            if stack.size is None:
+                x, y = self.engine.samples(stack.x, stack.y)
+                for _ in steps:
+                    yield stack.rows, [y.shape[1]], x, y
+            elif self.engine.task.transform is None:
+                yield stack.rows, [stack.size] * len(steps), *self.engine.samples(stack.x, stack.y)
+            else:
+                for part in self._together(stack.batch(k) for k in steps):
+                    yield stack.rows, *part
+
+    def _together(
+        self, pairs: Iterator[tuple[Inputs, Tensor]]
+    ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        """Batches side by side, as many as fit."""
+        xs: list[Tensor] = []
+        ys: list[Tensor] = []
+        for x, y in pairs:
+            x, y = self.engine.samples(x, y)
+            xs, ys = [*xs, x], [*ys, y]
+            if sum(x.numel() for x in xs) > TOGETHER:
+                yield [y.shape[1] for y in ys], torch.cat(xs, 1), torch.cat(ys, 1)
+                xs, ys = [], []
+        if xs:
+            yield [y.shape[1] for y in ys], torch.cat(xs, 1), torch.cat(ys, 1)

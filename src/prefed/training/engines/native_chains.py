@@ -1,0 +1,323 @@
+"""A chain of layers as a C program: what stands below chain.c, and how it is called.
+
+Taken are classifiers that are chains of linear layers, convolutions with stride 1, ReLU and
+max-pooling without overlap; `write` says of any other model why not. Results equal those of the
+modules up to rounding, and the engine compares both before it relies on it.
+"""
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from prefed.core.c_programs import compiled
+from prefed.core.hooks import hooked
+from prefed.core.layout import Entry, Layout, row_major
+from prefed.training.engines.linear_chains import chain
+
+TYPES = {torch.float32: ("float", "int32_t", 4), torch.float64: ("double", "int64_t", 8)}
+LARGEST_KERNEL = 7
+LARGEST_UNROLLED = 1 << 16
+"""Numbers between two layers of a sample, at most: beyond, what is between layers leaves the cache,
+and torch's own convolutions are better at it."""
+
+Shape = tuple[int, ...]
+
+
+class NotNative(Exception):
+    """Why a model cannot be written in C."""
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """How many samples the program takes at a time."""
+
+    lanes: int
+    """Numbers in a vector."""
+    width: int
+    """Samples, a multiple of the lanes."""
+    rows: int
+    """Vectors that a product holds in registers."""
+
+    @classmethod
+    def of(cls, batch: int, size: int, capability: str | None = None) -> "Vectors":
+        """For batches of this size, of numbers of this many bytes: as few samples that are none as
+        can be."""
+        kinds = {"AVX512": [(64, 4, 24), (32, 8, 24)], "AVX2": [(32, 4, 12)]}
+        capability = capability or torch.backends.cpu.get_cpu_capability()
+        found = []
+        for nbytes, most, rows in kinds.get(capability, [(16, 4, 16)]):
+            lanes = nbytes // size
+            parts = math.ceil(batch / (most * lanes))
+            width = lanes * math.ceil(batch / (parts * lanes))
+            found.append((parts * width, -lanes, cls(lanes, width, rows)))
+        return min(found, key=lambda one: one[:2])[2]
+
+
+@dataclass
+class Writer:
+    """Collects the calls of a pass forward, and of the one back in reverse order."""
+
+    layout: Layout
+    lanes: int
+    width: int
+    forward: list[str] = field(default_factory=list)
+    back: list[list[str]] = field(default_factory=list)
+    memory: int = 0
+    """Numbers that a pass needs between its layers."""
+    widest: int = 0
+
+    def buffer(self, features: int, width: int | None = None) -> str:
+        """Memory for so many numbers of each sample."""
+        self.widest = max(self.widest, features)
+        start, self.memory = self.memory, self.memory + features * (width or self.width)
+        self.memory += -self.memory % 16
+        return f"(scratch + {start})"
+
+    def parameter(self, name: str) -> Entry:
+        """Where it lies in the flat vector."""
+        entry = next((entry for entry in self.layout.entries if entry.name == name), None)
+        if entry is None:
+            raise NotNative(f"{name} is a parameter that stands in several places")
+        return entry
+
+
+class Program:
+    """A chain in C: for this model, samples of this shape and batches of about this size."""
+
+    def __init__(
+        self, module: nn.Module, layout: Layout, sample: Shape, dtype: torch.dtype, batch: int
+    ) -> None:
+        self.source, self.memory = write(module, layout, sample, dtype, batch)
+        self.dtype, self.features = dtype, math.prod(sample)
+        self.library = compiled(self.source)
+
+    def scratch(self) -> Tensor:
+        """The memory of a pass, for one thread."""
+        return torch.empty(self.memory, dtype=self.dtype)
+
+    def gradients(
+        self, w: Tensor, g: Tensor, x: Tensor, y: Tensor, losses: Tensor, scratch: Tensor
+    ) -> None:
+        """Those of one batch of each client: w and g (C, d), x (C, B, ...), y (C, B)."""
+        rows = x.stride(0), pointer(y), y.stride(0)
+        failed = self.library.gradients(
+            *map(ctypes.c_int64, y.shape), pointer(w), pointer(g), ctypes.c_int64(w.stride(0)),
+            pointer(x), ctypes.c_int64(rows[0]), rows[1], ctypes.c_int64(rows[2]),
+            pointer(losses), pointer(scratch),
+        )  # fmt: skip
+        _raise_if(failed)
+
+    def steps(
+        self,
+        lines: str,
+        w: Tensor,
+        state: Mapping[str, Tensor],
+        sizes: Sequence[int],
+        x: Tensor,
+        y: Tensor,
+        losses: Tensor,
+        lr: float,
+        decay: float,
+        g: Tensor,
+        scratch: Tensor,
+    ) -> None:
+        """Local steps of each client with a rule in C, on batches of these sizes that follow one
+        another in x and y. The sums of the losses are added to `losses`."""
+        library = compiled(with_rule(self.source, lines, list(state)))
+        starts = [0, *accumulate(sizes)][:-1]
+        integers, pointers = ctypes.c_int64 * len(sizes), ctypes.c_void_p * len(state)
+        rows = (ctypes.c_int64 * len(state))(*(value.stride(0) for value in state.values()))
+        failed = library.steps(
+            ctypes.c_int64(len(w)), ctypes.c_int64(len(sizes)), integers(*starts),
+            integers(*sizes), pointer(w), pointer(x), ctypes.c_int64(x.stride(0)), pointer(y),
+            ctypes.c_int64(y.stride(0)), pointer(losses),
+            pointers(*(value.data_ptr() for value in state.values())), rows,
+            ctypes.c_double(lr), ctypes.c_double(decay), pointer(g), pointer(scratch),
+        )  # fmt: skip
+        _raise_if(failed)
+
+
+def pointer(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _raise_if(failed: int) -> None:
+    if failed:
+        raise IndexError("a label is none of the model's classes")
+
+
+def with_rule(source: str, lines: str, state: Sequence[str]) -> str:
+    """The program with a step of a client rule."""
+    fields = [f"    real *restrict {name} = state[{i}];" for i, name in enumerate(state)]
+    return "\n".join(
+        [
+            f"#define RULE\n#define FIELDS {len(state)}",
+            source,
+            "static void rule(real *restrict w, const real *restrict g, real *const *state,",
+            "                 real lr)",
+            "{",
+            *fields,
+            lines,
+            "}",
+        ]
+    )
+
+
+def write(
+    module: nn.Module, layout: Layout, sample: Shape, dtype: torch.dtype, batch: int
+) -> tuple[str, int]:
+    """The program, and the numbers of memory that a pass needs."""
+    if dtype not in TYPES:
+        raise NotNative(f"weights of type {dtype}")
+    real, whole, size = TYPES[dtype]
+    vectors = Vectors.of(batch, size)
+    out = Writer(layout, vectors.lanes, vectors.width)
+    shape, a, first = _layers(module, sample, out)
+    if first:
+        raise NotNative("it has no layer with weights")
+    (classes,) = shape
+    turns = [out.buffer(out.widest), out.buffer(out.widest)]
+    lines = [
+        *out.forward,
+        f"if (cross_entropy({classes}, count, of, y, (vec *){a}, loss)) return -1;",
+    ]
+    d = a
+    for step in reversed(out.back):
+        other = turns[0] if d != turns[0] else turns[1]
+        for line in step:
+            if line == "swap":
+                d, other = other, d if d in turns else turns[1]
+            else:
+                lines.append(line.replace("DY", d).replace("DX", other))
+    head = {"REAL": real, "WHOLE": whole, "LANES": vectors.lanes, "WIDTH": vectors.width}
+    head |= {"ROWS": vectors.rows, "FEATURES": math.prod(sample), "SIZE": layout.size}
+    here = files("prefed.training.engines")
+    program = "\n".join(
+        [
+            *(f"#define {name} {value}" for name, value in head.items()),
+            here.joinpath("chain.c").read_text(),
+            "static int pass(const real *w, real *g, const real *x, const int64_t *y, int count,",
+            "                int64_t of, int add, double *loss, real *scratch)",
+            "{",
+            *(f"    {line}" for line in lines),
+            "    return 0;",
+            "}",
+        ]
+    )
+    return program, out.memory
+
+
+def _layers(module: nn.Module, shape: Shape, out: Writer) -> tuple[Shape, str, bool]:
+    """All layers, one after another; the shape of the output, where it lies, and whether no layer
+    had weights."""
+    a, first = out.buffer(math.prod(shape)), True
+    out.forward.append(f"samples_last({math.prod(shape)}, count, x, {a});")
+    for prefix, layer in chain(module):
+        if hooked(layer) or not all(p.requires_grad for p in layer.parameters()):
+            raise NotNative(f"layer {prefix.rstrip('.')} is frozen, or somebody listens to it")
+        match layer:
+            case nn.Identity():
+                continue
+            case nn.Flatten(start_dim=1, end_dim=-1):
+                shape = (math.prod(shape),)
+            case nn.Linear():
+                shape, a = _linear(layer, prefix, shape, a, first, out)
+                first = False
+            case nn.Conv2d():
+                shape, a = _conv(layer, prefix, shape, a, first, out)
+                first = False
+            case nn.ReLU() if not first:
+                features = math.prod(shape)
+                out.forward.append(f"relu({features}, (vec *){a});")
+                out.back.append([f"relu_input({features}, (vec *){a}, (vec *)DY);"])
+            case nn.MaxPool2d() if not first:
+                shape, a = _pool(layer, shape, a, out)
+            case _:
+                raise NotNative(f"no C is written for {type(layer).__name__} there")
+    return shape, a, first
+
+
+def _bias(layer: nn.Module, prefix: str, out: Writer) -> tuple[str, str]:
+    """Where the bias and its gradient are."""
+    if layer.bias is None:
+        return "0", "0"
+    place = out.parameter(prefix + "bias").offset
+    return f"w + {place}", f"g + {place}"
+
+
+def _linear(
+    layer: nn.Linear, prefix: str, shape: Shape, x: str, first: bool, out: Writer
+) -> tuple[Shape, str]:
+    if shape != (layer.in_features,):
+        raise NotNative("a linear layer stands before the samples are flat")
+    sizes = f"{layer.in_features}, {layer.out_features}"
+    w, (bias, into) = out.parameter(prefix + "weight").offset, _bias(layer, prefix, out)
+    y = out.buffer(layer.out_features)
+    out.forward.append(f"linear({sizes}, w + {w}, {bias}, (vec *){x}, (vec *){y});")
+    if first and layer.in_features % out.lanes == 0:
+        rows, stride, lines = "x", layer.in_features, []
+    else:
+        stride = layer.in_features + -layer.in_features % out.lanes
+        rows = out.buffer(stride)
+        lines = [f"samples_first({layer.in_features}, {stride}, {x}, {rows});"]
+    lines.append(f"linear_weight({sizes}, {stride}, count, DY, {rows}, g + {w}, {into}, add);")
+    if not first:
+        lines += [f"linear_input({sizes}, w + {w}, (vec *)DY, (vec *)DX);", "swap"]
+    out.back.append(lines)
+    return (layer.out_features,), y
+
+
+def _conv(
+    layer: nn.Conv2d, prefix: str, shape: Shape, x: str, first: bool, out: Writer
+) -> tuple[Shape, str]:
+    k, p = layer.kernel_size[0], layer.padding[0]
+    plain = layer.stride == (1, 1) and layer.dilation == (1, 1) and layer.groups == 1
+    square = layer.kernel_size == (k, k) and layer.padding == (p, p) and k <= LARGEST_KERNEL
+    if not (plain and square and isinstance(p, int) and layer.padding_mode == "zeros"):
+        raise NotNative("no C is written for such a convolution")
+    c, h, w = shape
+    high, wide = h + 2 * p, w + 2 * p
+    entry = out.parameter(prefix + "weight")
+    by_c, by_k = (k * k, 1) if entry.stride == row_major(entry.shape) else (1, c)
+    sizes = f"{c}, {high}, {wide}, {layer.out_channels}, {k}, {by_c}, {by_k}"
+    shape = layer.out_channels, high - k + 1, wide - k + 1
+    if max(c * high * wide, math.prod(shape)) > LARGEST_UNROLLED:
+        raise NotNative("its images are large, and torch is better at these")
+    here, (bias, into) = entry.offset, _bias(layer, prefix, out)
+    if p:
+        bordered = out.buffer(c * high * wide)
+        out.forward.append(f"with_border({c}, {h}, {w}, {p}, (vec *){x}, (vec *){bordered});")
+        x = bordered
+    y = out.buffer(math.prod(shape))
+    out.forward.append(f"conv({sizes}, w + {here}, {bias}, (vec *){x}, (vec *){y});")
+    lines = [f"conv_weight({sizes}, (vec *)DY, (vec *){x}, g + {here}, {into}, add);"]
+    if not first:
+        lines += [f"conv_input({sizes}, w + {here}, (vec *)DY, (vec *)DX);", "swap"]
+        if p:
+            lines += [f"without_border({c}, {h}, {w}, {p}, (vec *)DY, (vec *)DX);", "swap"]
+    out.back.append(lines)
+    return shape, y
+
+
+def _pool(layer: nn.MaxPool2d, shape: Shape, x: str, out: Writer) -> tuple[Shape, str]:
+    k = layer.kernel_size
+    pairs = (k, (k, k)) if isinstance(k, int) else (k,)
+    plain = (layer.padding, layer.dilation, layer.ceil_mode, layer.return_indices) == (
+        0, 1, False, False,
+    )  # fmt: skip
+    k = k if isinstance(k, int) else k[0]
+    if not plain or layer.stride not in pairs or len(shape) != 3 or k > LARGEST_KERNEL:
+        raise NotNative("no C is written for such a max-pooling")
+    c, h, w = shape
+    shape = c, h // k, w // k
+    y = out.buffer(math.prod(shape))
+    sizes = f"{c}, {h}, {w}, {k}"
+    out.forward.append(f"pool({sizes}, (vec *){x}, (vec *){y});")
+    out.back.append([f"pool_input({sizes}, (vec *){x}, (vec *){y}, (vec *)DY, (vec *)DX);", "swap"])
+    return shape, y

@@ -1,0 +1,253 @@
+"""The engine that writes C, against the sequential one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import prefed
+from prefed.core import c_programs
+from prefed.core.cache_directory import VARIABLE
+from prefed.core.layout import Layout
+from prefed.rules.covariance import Covariance
+from prefed.rules.rule import in_c
+from prefed.rules.sgd import SGD
+from prefed.training.engines import native_chains
+from prefed.training.engines.native_chains import Program, Vectors
+from tests.helpers.engine_runs import batchnorm, run, same
+from tests.helpers.problems import SIZES, tiny_data
+
+pytestmark = pytest.mark.process
+NAMES = prefed.ALGORITHMS.names()
+
+
+def relus(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(1)
+    inputs, hidden, classes = SIZES
+    first = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU())
+    rest = nn.Linear(hidden, 4, bias=False), nn.ReLU(), nn.Linear(4, classes)
+    return nn.Sequential(first, *rest).to(dtype)
+
+
+def images(classes: int, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Two convolutions, one with a border; pooling that leaves a row and a column out."""
+    torch.manual_seed(2)
+    return nn.Sequential(
+        nn.Conv2d(2, 5, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(5, 7, 2, bias=False), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(),
+        nn.Linear(28, 9), nn.ReLU(), nn.Linear(9, classes),
+    ).to(dtype)  # fmt: skip
+
+
+def pictures(dtype: torch.dtype = torch.float64) -> prefed.FederatedData:
+    generator = torch.Generator().manual_seed(0)
+    sizes = (7, 12, 7, 9, 21, 6)
+    clients = [
+        (torch.randn(n, 2, 11, 11, dtype=dtype, generator=generator), torch.arange(n) % 3)
+        for n in sizes
+    ]
+    return prefed.FederatedData(clients, test=clients[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_algorithm_in_float64(name: str) -> None:
+    same(run(name, relus(), "sequential"), run(name, relus(), "native"), 1e-9)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batch_size": None, "weighting": "samples"},
+        {"local_steps": None, "local_epochs": 2, "weighting": "samples"},
+        {"batch_size": 19},
+    ],
+    ids=["steps", "full", "epochs", "large"],
+)
+@pytest.mark.parametrize("name", ["fedavg", "prefed", "prefedm", "scaffold", "prefedsync"])
+def test_convolutions_in_float64(name: str, options: dict[str, Any]) -> None:
+    if name == "prefedsync" and "local_epochs" in options:
+        pytest.skip("clients that meet in every step take equally many")
+    one, other = (
+        run(name, images(3), engine, data=pictures(), **options)
+        for engine in ("sequential", "native")
+    )
+    same(one, other, 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("batch", [1, 3, 16, 20, 64, 100])
+@pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
+def test_gradients_are_those_of_autograd(dtype: torch.dtype, batch: int, last: bool) -> None:
+    """Of three clients, on batches that fit the vectors and on others; with infinite weights too,
+    NaN comes out where it does in torch."""
+    model = images(3, dtype)
+    if last:
+        for parameter in model.parameters():
+            if parameter.dim() == 4:
+                parameter.data = parameter.data.to(memory_format=torch.channels_last)
+    layout = Layout.of(model.named_parameters())
+    program = Program(model, layout, (2, 11, 11), dtype, 20)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, batch, 2, 11, 11, dtype=dtype, generator=generator)
+    y = torch.randint(3, (3, batch), generator=generator)
+    w = 0.3 * torch.randn(3, layout.size, dtype=dtype, generator=generator)
+    g, losses = torch.full_like(w, 7.0), torch.zeros(3, dtype=dtype)
+    program.gradients(w, g, x, y, losses, program.scratch())
+    for client in range(3):
+        views = layout.views(w[client])
+        leaves = {name: view.clone().requires_grad_() for name, view in views.items()}
+        output = torch.func.functional_call(model, leaves, (x[client],))
+        loss = nn.functional.cross_entropy(output, y[client])
+        found = torch.autograd.grad(loss, [*leaves.values()])
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+        torch.testing.assert_close(losses[client], loss, rtol=tolerance, atol=tolerance)
+        for own, wanted in zip(layout.views(g[client]).values(), found, strict=True):
+            torch.testing.assert_close(own, wanted, rtol=tolerance, atol=tolerance)
+    w[1] = float("inf")
+    program.gradients(w, g, x, y, losses.zero_(), program.scratch())
+    assert losses.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        SGD(), SGD(0.9), SGD(0.9, nesterov=True), Covariance(), Covariance(accumulate="sum"),
+        Covariance(step_with="g", bias_correction=True, tau_relative=0.1),
+        Covariance(bias_correction=True), Covariance(tau_relative=0.3),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rules_in_c_are_those_in_torch(rule: SGD | Covariance) -> None:
+    """Thirty steps of two clients with weight decay, whose gradients are autograd's."""
+    model = relus()
+    layout = Layout.of(model.named_parameters())
+    program, clients, steps = Program(model, layout, (SIZES[0],), torch.float64, 5), 2, 30
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(clients, 5 * steps, SIZES[0], dtype=torch.float64, generator=generator)
+    y = torch.randint(SIZES[2], (clients, 5 * steps), generator=generator)
+    start = 0.5 * torch.randn(clients, layout.size, dtype=torch.float64, generator=generator)
+    fields = rule.fields(layout)
+    mine, theirs = (
+        (start.clone(), {name: field.new(start, clients) for name, field in fields.items()})
+        for _ in range(2)
+    )
+    lines, losses, scratch = in_c(rule), torch.zeros(clients).double(), program.scratch()
+    assert lines is not None
+    w, g = theirs[0], torch.empty_like(start)
+    program.steps(
+        lines, *mine, [5] * steps, x, y, losses, lr=0.01, decay=0.02, g=g[0], scratch=scratch
+    )
+    for k in range(steps):
+        part = slice(5 * k, 5 * k + 5)
+        program.gradients(w, g, x[:, part], y[:, part], torch.zeros(2).double(), scratch)
+        g.add_(w, alpha=0.02)
+        rule.step(w, g, theirs[1], 0.01, k)
+    torch.testing.assert_close(mine[0], w, rtol=0, atol=1e-11)
+    for name, value in theirs[1].items():
+        torch.testing.assert_close(mine[1][name], value, rtol=0, atol=1e-11)
+
+
+def test_a_rule_that_inherits_has_no_c_of_its_own() -> None:
+    class Twice(SGD):
+        def step(self, w: Tensor, g: Tensor, state: Any, lr: float, k: int) -> None:
+            super().step(w, g, state, 2 * lr, k)
+
+    assert in_c(SGD()) is not None
+    assert in_c(Twice()) is None
+
+
+@pytest.mark.parametrize("name", ["fedavg", "prefed", "scaffold"])
+def test_bits_do_not_depend_on_the_number_of_workers(name: str) -> None:
+    options: dict[str, Any] = {"clients_per_round": None, "weighting": "samples", "rounds": 4}
+    one, two = (run(name, relus(), "native", workers=workers, **options) for workers in (1, 2))
+    assert torch.equal(one.weights, two.weights)
+
+
+def test_a_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    whole = run("prefed", relus(), "native", rounds=6)
+    run("prefed", relus(), "native", rounds=3, out=tmp_path / "run")
+    more = run("prefed", relus(), "native", rounds=6, out=tmp_path / "run", resume=True)
+    assert torch.equal(whole.weights, more.weights)
+
+
+def test_samples_are_transformed_batch_by_batch() -> None:
+    options: dict[str, Any] = {"rounds": 3}
+    for engine in ("sequential", "native"):
+        data = tiny_data(torch.float64)
+        data.transform = lambda x: x / x.abs().max()
+        options[engine] = run("prefed", relus(), engine, data=data, rounds=3)
+    same(options["sequential"], options["native"], 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (nn.Sequential(nn.Linear(SIZES[0], 4), nn.Tanh(), nn.Linear(4, SIZES[2])), "Tanh"),
+        (nn.Sequential(nn.Linear(SIZES[0], 4), nn.Dropout(), nn.Linear(4, SIZES[2])), "draws"),
+        (batchnorm(), "statistics"),
+    ],
+    ids=["activation", "dropout", "batchnorm"],
+)
+def test_what_has_no_c_trains_without_after_one_line(model: nn.Module, reason: str) -> None:
+    model = model.double()
+    with pytest.warns(prefed.EngineWarning, match=f"not in C .*{reason}") as seen:
+        result = run("fedavg", model, "native", rounds=2)
+    assert len(seen) == 1
+    same(result, run("fedavg", model, "sequential", rounds=2), 1e-9)
+
+
+def test_without_a_compiler_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(c_programs, "compiler", lambda: None)
+    monkeypatch.setattr(native_chains, "compiled", c_programs.compiled.__wrapped__)
+    with pytest.warns(prefed.EngineWarning, match="no C compiler") as seen:
+        result = run("fedavg", relus(), "native", rounds=2)
+    assert len(seen) == 1
+    assert torch.equal(result.weights, run("fedavg", relus(), "vectorised", rounds=2).weights)
+
+
+def test_a_label_that_is_no_class_is_an_error_and_nothing_is_written() -> None:
+    model = relus()
+    layout = Layout.of(model.named_parameters())
+    program = Program(model, layout, (SIZES[0],), torch.float64, 4)
+    w = torch.zeros(1, layout.size, dtype=torch.float64)
+    for label in (-1, SIZES[2], 1 << 40):
+        y = torch.tensor([[0, 1, label, 0]])
+        with pytest.raises(IndexError, match="classes"):
+            program.gradients(
+                w, w.clone(), torch.zeros(1, 4, SIZES[0]).double(), y, w[:, 0].clone(),
+                program.scratch(),
+            )  # fmt: skip
+
+
+def test_programs_are_kept_where_nobody_else_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    source = "int answer(void) { return 42; }"
+    make = c_programs.compiled.__wrapped__
+    assert make(source).answer() == 42
+    (library,) = (tmp_path / "cache/native").iterdir()
+    before = library.stat().st_mtime_ns
+    assert make(source).answer() == 42
+    assert library.stat().st_mtime_ns == before
+    with pytest.raises(c_programs.CannotCompile, match="error"):
+        make("int answer(void) { return }")
+    library.parent.chmod(0o777)
+    with pytest.raises(c_programs.CannotCompile, match="private"):
+        make(source)
+
+
+@pytest.mark.parametrize("capability", ["AVX512", "AVX2", "DEFAULT"])
+def test_vectors_hold_every_batch(capability: str) -> None:
+    for batch in (*range(1, 70), 100, 128, 1000):
+        for size in (4, 8):
+            found = Vectors.of(batch, size, capability)
+            assert found.width % found.lanes == 0
+            parts = np.ceil(batch / found.width)
+            assert parts * found.width < batch + parts * found.lanes
