@@ -80,8 +80,8 @@ class Settings(BaseModel):
     attackers: AttackersOption | None = None
     """Clients that lie, to try means with: {share = 0.2, attack = "sign_flip"}."""
     engine: str = "auto"
-    """How clients are computed: "sequential", "vectorised", "compiled", or "auto", which measures
-    and chooses."""
+    """How clients are computed: "sequential", "vectorised", "native", "compiled", or "auto", which
+    measures and chooses."""
     workers: NonNegativeInt = 1
     """Threads that train clients side by side; "cores": as many as torch uses, if there are so many
     cores (one in each process of a comparison or study), to the same bits on any number. With the

@@ -35,7 +35,7 @@ from prefed.training.engines.vectorised import Rows, Vectorised, VectorisedBlock
 from prefed.training.settings import Settings
 from prefed.training.task import Task
 
-BLOCK_SIZE = 1 << 17
+BLOCK_SIZE = 1 << 19
 """Weights of all clients of a block, about: what is done once a block costs little then, and there
 are several blocks for workers to share."""
 TOGETHER = 1 << 22
