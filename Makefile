@@ -16,7 +16,7 @@ STUDIES := digits-noniid digits-autoencoder synthetic upload-digits cifar10-noni
 
 # Compiled modules are kept: tests start many processes.
 unexport PYTHONDONTWRITEBYTECODE
-TABLES := mcmahan-2nn mcmahan-cnn niid-bench-mnist niid-bench-fashion fedprox-synthetic logistic-digits paper-cifar10 fedmuon-fashion
+TABLES := mcmahan-2nn mcmahan-cnn niid-bench-mnist niid-bench-fashion niid-bench-cifar10 fedprox-synthetic logistic-digits paper-cifar10 fedmuon-fashion
 
 .PHONY: help venv demo test test-fast test-all check format docs bench bench-peers study tables faults protections hostile deployments release clean
 

@@ -14,6 +14,9 @@ import prefed
 from prefed.core import c_programs
 from prefed.core.cache_directory import VARIABLE
 from prefed.core.layout import Layout
+from prefed.rules import Rule
+from prefed.rules.adagrad import AdaGrad
+from prefed.rules.adam import Adam, Yogi
 from prefed.rules.covariance import Covariance
 from prefed.rules.rule import in_c
 from prefed.rules.sgd import SGD
@@ -119,11 +122,12 @@ def test_gradients_are_those_of_autograd(dtype: torch.dtype, batch: int, last: b
     [
         SGD(), SGD(0.9), SGD(0.9, nesterov=True), Covariance(), Covariance(accumulate="sum"),
         Covariance(step_with="g", bias_correction=True, tau_relative=0.1),
-        Covariance(bias_correction=True), Covariance(tau_relative=0.3),
+        Covariance(bias_correction=True), Covariance(tau_relative=0.3), AdaGrad(), Adam(),
+        Adam(bias_correction=True, tau_inside=True),
     ],
     ids=str,
 )  # fmt: skip
-def test_rules_in_c_are_those_in_torch(rule: SGD | Covariance) -> None:
+def test_rules_in_c_are_those_in_torch(rule: Rule) -> None:
     """Thirty steps of two clients with weight decay, whose gradients are autograd's."""
     model = relus()
     layout = Layout.of(model.named_parameters())
@@ -160,6 +164,7 @@ def test_a_rule_that_inherits_has_no_c_of_its_own() -> None:
 
     assert in_c(SGD()) is not None
     assert in_c(Twice()) is None
+    assert in_c(Yogi()) is None
 
 
 @pytest.mark.parametrize("name", ["fedavg", "prefed", "scaffold"])

@@ -9,7 +9,8 @@ def bench(
     ] = None,
     passes: Annotated[int, typer.Option(min=1, help="rounds of each, interleaved")] = 5,
     engine: Annotated[
-        str, typer.Option(help="sequential, vectorised, native, compiled or auto; several with commas")
+        str,
+        typer.Option(help="sequential, vectorised, native, compiled or auto; several with commas"),
     ] = "",
     workers: Annotated[int, typer.Option(min=1, help="threads")] = 1,
     beside: Annotated[

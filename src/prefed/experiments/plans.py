@@ -26,7 +26,8 @@ class Planned:
         if archived is None and not (self.folder / "config.toml").exists():
             return None
         there = read_config(self.folder) if archived is None else archived.config
-        if differences := differing(there, self.config.to_dict()):
+        ended = archived is not None
+        if differences := differing(there, self.config.to_dict(), ended):
             raise PrefedError(
                 f"{self.folder}: holds a run of another config; choose another --out\n"
                 + "\n".join(differences)

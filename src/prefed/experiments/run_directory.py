@@ -48,6 +48,8 @@ SECONDS_BETWEEN = 10.0
 round if this is 0."""
 MAY_CHANGE = ("  kept_state: ", "  workers: ")
 """How a difference between configs begins that does not make another run: results are the same."""
+UP_TO_ROUNDING = ("  engine: ",)
+"""The same for results that are the same up to rounding: what has ended is not run again for it."""
 RARE = 20
 """Times as long as it took to write one, there is none."""
 SHARE = 1 / 8
@@ -338,9 +340,13 @@ def _about_rounds(differences: list[str], resume: bool) -> list[str]:
     return []
 
 
-def differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """One line for each key that makes another run of it."""
-    return [line for line in diff(there, here) if not line.startswith(MAY_CHANGE)]
+def differing(there: dict[str, Any], here: dict[str, Any], ended: bool = False) -> list[str]:
+    """One line for each key that makes another run of it.
+
+    ended   the run that is there has ended, and is not to go on
+    """
+    may_change = MAY_CHANGE + UP_TO_ROUNDING if ended else MAY_CHANGE
+    return [line for line in diff(there, here) if not line.startswith(may_change)]
 
 
 def diff(there: dict[str, Any], here: dict[str, Any], path: str = "") -> list[str]:

@@ -47,6 +47,7 @@ from prefed.experiments.config import read as read_config
 from prefed.experiments.jobs import Job, Many, run_jobs
 from prefed.experiments.measures import ACCURACY, LAST, first_scored, measure, merit
 from prefed.experiments.plans import OnEvent, Planned, run_all
+from prefed.experiments.run_directory import differing
 from prefed.experiments.stored_runs import StoredRun, load_archive, write_archive
 from prefed.experiments.sweep import on_edge
 from prefed.experiments.trackers import Tracking
@@ -290,8 +291,11 @@ class StudyRuns:
             right, config, scores = False, None, {}
         if not right:
             raise PrefedError(f"{path}: does not hold the scores of a study; remove it")
-        if config != self._base():
-            raise PrefedError(f"{path}: holds scores of another config; choose another --out")
+        if differences := differing(config, self._base(), ended=True):
+            raise PrefedError(
+                f"{path}: holds scores of another config; choose another --out\n"
+                + "\n".join(differences)
+            )
         return scores
 
     # --------------------------------------------------------------------------- comparison

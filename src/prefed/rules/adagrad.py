@@ -26,5 +26,13 @@ class AdaGrad(Rule):
         v = state["v"].addcmul_(g, g)
         w.addcdiv_(g, v.sqrt().add_(self.tau), value=-lr)
 
+    def in_c(self) -> str:
+        return f"""
+    const real tau = {self.tau!r};
+    for (int64_t i = 0; i < SIZE; i++) {{
+        v[i] += g[i] * g[i];
+        w[i] -= lr * g[i] / (SQRT(v[i]) + tau);
+    }}"""
+
     def preconditioner(self) -> tuple[str, float]:
         return "v", self.tau

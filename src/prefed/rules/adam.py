@@ -84,6 +84,19 @@ class Adam(_Moments):
     def correct(self, v: Tensor, state: State) -> Tensor:
         return v / grow_mass(state["v_mass"], self.beta2)
 
+    def in_c(self) -> str:
+        m_mass = "m_mass[0] += (1 - beta1) * (1 - m_mass[0])" if self.bias_correction else "1"
+        v_mass = "v_mass[0] += (1 - beta2) * (1 - v_mass[0])" if self.bias_correction else "1"
+        root = "SQRT(share * v[i] + tau * tau)" if self.tau_inside else "SQRT(share * v[i]) + tau"
+        return f"""
+    const real beta1 = {self.beta1!r}, beta2 = {self.beta2!r}, tau = {self.tau!r};
+    const real step = lr / ({m_mass}), share = 1 / ({v_mass});
+    for (int64_t i = 0; i < SIZE; i++) {{
+        m[i] += (1 - beta1) * (g[i] - m[i]);
+        v[i] = beta2 * v[i] + (1 - beta2) * (g[i] * g[i]);
+        w[i] -= step * m[i] / ({root});
+    }}"""
+
 
 @RULES.register("yogi")
 @dataclass(frozen=True)
