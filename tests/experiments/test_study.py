@@ -182,6 +182,13 @@ def test_runs_in_directories_go_into_the_archive(
     study_command(str(source), out, workers=1)
     assert not again.exists()
 
+    archived[again.name].config["engine"] = "compiled"  # the same run up to rounding
+    write_archive(folder, archived.values())
+    scores = json.loads((folder / "tuning.json").read_text())
+    scores["config"]["engine"] = "compiled"
+    (folder / "tuning.json").write_text(json.dumps(scores))
+    study_command(str(source), out, workers=1)
+
     archived[again.name].config["batch_size"] += 1
     write_archive(folder, archived.values())
     with pytest.raises(PrefedError, match="FedAvg-seed0: holds a run of another config"):

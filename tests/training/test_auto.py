@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import prefed
-from prefed.core import machine
+from prefed.core import c_programs, machine
 from prefed.experiments.config import load
 from prefed.training.engines import auto
 from prefed.training.engines.auto import Choice
@@ -76,7 +76,7 @@ def test_auto_takes_the_fastest(monkeypatch: pytest.MonkeyPatch, fastest: str) -
 
 def test_short_runs_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "SHORT", 0)
-    monkeypatch.setattr(auto, "can_be_native", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(c_programs, "compile_anew", lambda _: pytest.fail("compiled"))
     run(simulation())
 
 

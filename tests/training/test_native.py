@@ -20,7 +20,6 @@ from prefed.rules.adam import Adam, Yogi
 from prefed.rules.covariance import Covariance
 from prefed.rules.rule import in_c
 from prefed.rules.sgd import SGD
-from prefed.training.engines import native_chains
 from prefed.training.engines.native_chains import Program, Vectors
 from tests.helpers.engine_runs import batchnorm, run, same
 from tests.helpers.problems import SIZES, tiny_data
@@ -143,9 +142,10 @@ def test_rules_in_c_are_those_in_torch(rule: Rule) -> None:
     )
     lines, losses, scratch = in_c(rule), torch.zeros(clients).double(), program.scratch()
     assert lines is not None
+    step = program.rule(lines, [*fields])
     w, g = theirs[0], torch.empty_like(start)
     program.steps(
-        lines, *mine, [5] * steps, x, y, losses, lr=0.01, decay=0.02, g=g[0], scratch=scratch
+        step, *mine, [5] * steps, x, y, losses, lr=0.01, decay=0.02, g=g[0], scratch=scratch
     )
     for k in range(steps):
         part = slice(5 * k, 5 * k + 5)
@@ -209,7 +209,7 @@ def test_what_has_no_c_trains_without_after_one_line(model: nn.Module, reason: s
 
 def test_without_a_compiler_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(c_programs, "compiler", lambda: None)
-    monkeypatch.setattr(native_chains, "compiled", c_programs.compiled.__wrapped__)
+    monkeypatch.setattr(c_programs, "_made", {})
     with pytest.warns(prefed.EngineWarning, match="no C compiler") as seen:
         result = run("fedavg", relus(), "native", rounds=2)
     assert len(seen) == 1
@@ -234,8 +234,7 @@ def test_programs_are_kept_where_nobody_else_can_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
-    source = "int answer(void) { return 42; }"
-    make = c_programs.compiled.__wrapped__
+    source, make = "int answer(void) { return 42; }", c_programs.compile_anew
     assert make(source).answer() == 42
     (library,) = (tmp_path / "cache/native").iterdir()
     before = library.stat().st_mtime_ns
@@ -243,9 +242,111 @@ def test_programs_are_kept_where_nobody_else_can_write(
     assert library.stat().st_mtime_ns == before
     with pytest.raises(c_programs.CannotCompile, match="error"):
         make("int answer(void) { return }")
+    broken = make("int answer(void) { return 41; }")  # another, which is then not whole
+    assert broken.answer() == 41
+    for path in library.parent.iterdir():
+        if path != library:
+            path.unlink()
+            path.write_bytes(b"")
+    assert make("int answer(void) { return 41; }").answer() == 41
+    library.unlink()
     library.parent.chmod(0o777)
-    with pytest.raises(c_programs.CannotCompile, match="private"):
-        make(source)
+    assert make(source).answer() == 42
+    assert not library.exists(), "compiled elsewhere: others could have put a program there"
+
+
+def test_a_compiler_that_cannot_run_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "cc"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(c_programs, "compiler", lambda: str(script))
+    monkeypatch.setattr(c_programs, "_made", {})
+    with pytest.warns(prefed.EngineWarning, match="not in C"):
+        run("fedavg", relus(), "native", rounds=1)
+
+
+class Clipped(nn.ReLU):
+    def forward(self, input: Tensor) -> Tensor:
+        return input.clamp(0, 3)
+
+
+class Unused(nn.Linear):
+    """With a parameter that nothing depends on."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.more = nn.Parameter(torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("layers", "reason"),
+    [
+        ([nn.Linear(SIZES[0], 4), Clipped(), nn.Linear(4, SIZES[2])], "Clipped"),
+        ([nn.Linear(SIZES[0], 4), nn.ReLU(), Unused(4, SIZES[2])], "Unused"),
+        ([nn.Linear(SIZES[0], SIZES[2]), nn.ReLU()], "last layer"),
+        ([nn.Linear(SIZES[0], SIZES[0])] * 9 + [nn.Linear(SIZES[0], SIZES[2])], "8 layers"),
+    ],
+    ids=["subclass", "more parameters", "ends with ReLU", "deep"],
+)
+def test_layers_that_are_not_what_they_seem(layers: list[nn.Module], reason: str) -> None:
+    model = nn.Sequential(*layers).double()
+    with pytest.warns(prefed.EngineWarning, match=f"not in C .*{reason}"):
+        run("fedavg", model, "native", rounds=1)
+
+
+@pytest.mark.parametrize("augmented", [False, True], ids=["clients", "augment"])
+def test_images_of_other_sizes_than_the_first_are_not_given_to_the_program(augmented: bool) -> None:
+    """Pooling leaves rows out, so that the model takes both."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 1), nn.MaxPool2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)
+    ).double()
+    generator = torch.Generator().manual_seed(0)
+    sides = [11] * 4 if augmented else [11, 8, 11, 8]
+    clients = [
+        (torch.randn(9, 1, n, n, dtype=torch.float64, generator=generator), torch.arange(9) % 3)
+        for n in sides
+    ]
+    found = []
+    for engine in ("sequential", "native"):
+        data = prefed.FederatedData(clients, test=clients[0])
+        if augmented:
+            data.augment = lambda x, _: x[:, :, 1:9, 1:9]
+        options: dict[str, Any] = {"local_steps": None, "local_epochs": 1, "rounds": 2}
+        found.append(run("prefed", model, engine, data=data, **options))
+    same(found[0], found[1], 1e-9)
+
+
+def test_labels_that_do_not_count_are_left_out() -> None:
+    found = []
+    for engine in ("sequential", "native"):
+        clients = [
+            (x, y.clone()) for x, y in (tiny_data(torch.float64).client(i).all() for i in range(4))
+        ]
+        clients[2][1][0] = -100
+        data = prefed.FederatedData(clients, test=clients[0])
+        options: dict[str, Any] = {"local_steps": None, "local_epochs": 1, "rounds": 2}
+        loss = nn.functional.cross_entropy
+        found.append(run("fedavg", relus(), engine, data=data, loss=loss, **options))
+    same(found[0], found[1], 1e-9)
+
+
+def test_a_transform_that_vmap_cannot_run_falls_back() -> None:
+    data = tiny_data(torch.float64)
+    data.transform = lambda x: torch.from_numpy(x.numpy() * 0.5)
+    with pytest.warns(prefed.EngineWarning, match="not in C"):
+        run("fedavg", relus(), "native", data=data, rounds=1)
+
+
+def test_an_output_for_each_pixel_falls_back() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1)).double()
+    x = torch.randn(4, 6, 1, 5, 5, dtype=torch.float64)
+    clients = [(images, torch.zeros(6, 5, 5, dtype=torch.int64)) for images in x]
+    with pytest.warns(prefed.EngineWarning, match="last layer"):
+        run(
+            "fedavg", model, "native", data=prefed.FederatedData(clients, test=clients[0]), rounds=1
+        )
 
 
 @pytest.mark.parametrize("capability", ["AVX512", "AVX2", "DEFAULT"])

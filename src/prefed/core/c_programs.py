@@ -3,24 +3,30 @@
     $XDG_CACHE_HOME/prefed/native/KEY.so
 
 The key is of the program, the compiler and the processor. PREFED_CACHE names another directory than
-$XDG_CACHE_HOME/prefed, or is "off": then a program is compiled in each process anew.
+$XDG_CACHE_HOME/prefed, or is "off": then a program is compiled in each process anew, and so it is
+where others could write into the directory, or nobody can.
 """
 
 import ctypes
 import hashlib
 import os
+import platform
 import shutil
+import stat
 import subprocess
 import tempfile
+import threading
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 from prefed.core.cache_directory import cache_directory
-from prefed.core.machine import processor
 
 FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 SECONDS = 120.0
 """That a compiler may take."""
+TELLING = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+"""Lines of /proc/cpuinfo by which processors differ for a compiler."""
 
 
 class CannotCompile(Exception):
@@ -34,40 +40,64 @@ def compiler() -> str | None:
 
 
 @cache
-def _about(command: str) -> str:
+def about(command: str) -> str:
     """What tells this compiler on this processor from others."""
     found = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=SECONDS)
-    return f"{command} {found.stdout} {processor()}"
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    told = sorted({line for line in lines if line.startswith(TELLING)})
+    return "\n".join([command, found.stdout, platform.machine(), *told])
 
 
-@cache
+_made: dict[str, ctypes.CDLL] = {}
+_lock = threading.Lock()
+
+
 def compiled(source: str) -> ctypes.CDLL:
     """The program as a library of functions."""
-    command = compiler()
-    if command is None:
+    with _lock:  # workers ask for the same one
+        if source not in _made:
+            _made[source] = compile_anew(source)
+        return _made[source]
+
+
+def compile_anew(source: str) -> ctypes.CDLL:
+    """From the cache, or by the compiler."""
+    if (command := compiler()) is None:
         raise CannotCompile("no C compiler (cc, gcc or clang) is installed")
-    key = hashlib.sha256("\0".join([source, *FLAGS, _about(command)]).encode()).hexdigest()[:32]
-    folder = cache_directory()
     try:
-        if folder is not None:
-            library = _private(folder / "native") / f"{key}.so"
-            if not library.exists():
-                with tempfile.TemporaryDirectory(dir=library.parent) as draft:
-                    os.replace(_compile(command, source, Path(draft)), library)
-            return ctypes.CDLL(str(library))
+        words = "\0".join([source, *FLAGS, about(command)])
+        key = hashlib.sha256(words.encode()).hexdigest()[:32]
+        if (folder := cache_directory()) is not None:
+            with suppress(OSError):
+                return _kept(command, source, folder / "native", key)
         with tempfile.TemporaryDirectory() as draft:
             return ctypes.CDLL(str(_compile(command, source, Path(draft))))
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotCompile(f"{command}: {error}") from error
 
 
-def _private(folder: Path) -> Path:
-    """A directory whose files nobody else can have written: what lies there is run."""
+def _kept(command: str, source: str, folder: Path, key: str) -> ctypes.CDLL:
+    """The library in a directory of the user's own; OSError if there can be none."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    about = folder.stat()
-    if about.st_uid != os.getuid() or about.st_mode & 0o022:
-        raise CannotCompile(f"{folder}: others may write there; make it private with chmod 700")
-    return folder
+    for place in (folder, folder.parent):
+        _check_private(place)
+    library = folder / f"{key}.so"
+    with suppress(OSError):  # there is none, or what was written is not whole
+        return ctypes.CDLL(str(library))
+    with tempfile.TemporaryDirectory(dir=folder) as draft:
+        os.replace(_compile(command, source, Path(draft)), library)
+    return ctypes.CDLL(str(library))
+
+
+def _check_private(folder: Path) -> None:
+    """Nobody else can put a file there, or another directory in its place: what lies there is
+    run."""
+    found = folder.lstat()
+    others = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (os.getuid(), 0) or others:
+        raise PermissionError(f"{folder} is not private")
 
 
 def _compile(command: str, source: str, folder: Path) -> Path:

@@ -111,8 +111,8 @@ class Covariance(Rule):
         m_mass = "m_mass[0] += (1 - beta1) * (1 - m_mass[0])" if "m_mass" in masses else "1"
         P_mass = "P_mass[0] += (1 - beta2) * (1 - P_mass[0])" if "P_mass" in masses else "1"
         between = f"""}}
-    real all = share * (total(P, SIZE) / SIZE);
-    if (all > 0) tau = {self.tau_relative!r} * SQRT(all);
+    const real relative = {self.tau_relative!r} * SQRT(share * (total(P, SIZE) / SIZE));
+    if (relative > 0) tau = relative;
     for (int64_t i = 0; i < SIZE; i++) {{"""
         return f"""
     const real beta1 = {self.beta1!r}, beta2 = {self.beta2!r};

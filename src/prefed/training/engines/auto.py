@@ -17,7 +17,6 @@ from functools import partial
 from torch import Tensor
 
 from prefed.algorithms import Algorithm
-from prefed.core.c_programs import CannotCompile
 from prefed.core.machine import threads_for, torch_threads, usable_threads
 from prefed.data import FederatedData
 from prefed.rules import Rule, State
@@ -105,7 +104,8 @@ def choose(
     if work < SHORT:
         return Choice("sequential", settings.workers, threads)
     found = candidates(task, data, settings, algorithm, len(cohort))
-    if len(found) == 1:
+    native = native_of(task, data, settings)
+    if len(found) == 1 and native is None:
         return found[0]
 
     def measure(choice: Choice, most: float = math.inf) -> float:
@@ -137,7 +137,7 @@ def choose(
     a_run = a_round * settings.rounds
     if a_run < BRIEF_RUN:
         found = alone
-    if a_run > WORTH_COMPILING and can_be_native(task, data, settings):
+    if a_run > WORTH_COMPILING and native is not None and native.why_not() is None:
         found += [Choice("native", choice.workers) for choice in found[::-1]
                   if choice.engine == "sequential"]  # fmt: skip
     for choice in found:
@@ -221,12 +221,12 @@ def candidates(
     return [Choice(engine, count, 1 if count > 1 else alone) for engine, count in found]
 
 
-def can_be_native(task: Task, data: FederatedData, settings: Settings) -> bool:
+def native_of(task: Task, data: FederatedData, settings: Settings) -> Native | None:
+    """The engine that writes C, if it can have the model; nothing is compiled yet."""
     try:
-        Native(task, data, settings).checked()
-    except (NotNative, CannotCompile):
-        return False
-    return True
+        return Native(task, data, settings)
+    except NotNative:
+        return None
 
 
 def threads_of(task: Task, data: FederatedData, settings: Settings) -> int | None:

@@ -376,7 +376,7 @@ INLINE int cross_entropy(int classes, int count, int64_t of, const int64_t *y, v
     return 0;
 }
 
-/* ---- what prefed calls; `pass` is the chain, and `rule` a step of the client rule */
+/* ---- what prefed calls; `pass` is the chain */
 
 static int pass(const real *w, real *g, const real *x, const int64_t *y, int count, int64_t of, int add,
                 double *loss, real *scratch);
@@ -405,33 +405,21 @@ int gradients(int64_t clients, int64_t samples, const real *w, real *g, int64_t 
     return 0;
 }
 
-#ifdef RULE
-/* For rules. */
-INLINE real SQRT(real x) { return sizeof x == 8 ? sqrt(x) : sqrtf(x); }
+/* A step of a client rule on the weights and the state of one client: a program of its own (rule.c). */
+typedef void Rule(real *w, const real *g, real *const *state, real lr);
 
-INLINE real total(const real *x, int64_t size)
-{
-    double t[16] = {0};
-    int64_t i = 0;
-    for (; i + 16 <= size; i += 16)
-        for (int l = 0; l < 16; l++) t[l] += x[i + l];
-    for (; i < size; i++) t[0] += x[i];
-    for (int half = 8; half; half /= 2)
-        for (int l = 0; l < half; l++) t[l] += t[l + half];
-    return (real)t[0];
-}
-
-static void rule(real *restrict w, const real *restrict g, real *const *state, real lr);
+enum { MOST_FIELDS = 16 };
 
 /* All local steps of each client, one client after another, so that its vectors stay in the cache.
-   Step k takes sizes[k] samples from starts[k] on. */
+   Step k takes sizes[k] samples from starts[k] on; field f of the state is rows of (clients, rows[f]). */
 int steps(int64_t clients, int64_t count, const int64_t *starts, const int64_t *sizes, real *w,
-          const real *x, int64_t x_row, const int64_t *y, int64_t y_row, real *losses, real *const *state,
-          const int64_t *rows, double lr, double decay, real *g, real *scratch)
+          const real *x, int64_t x_row, const int64_t *y, int64_t y_row, real *losses, Rule *rule,
+          int fields, real *const *state, const int64_t *rows, double lr, double decay, real *g,
+          real *scratch)
 {
     for (int64_t c = 0; c < clients; c++) {
-        real *own[FIELDS + 1];
-        for (int f = 0; f < FIELDS; f++) own[f] = state[f] + c * rows[f];
+        real *own[MOST_FIELDS];
+        for (int f = 0; f < fields; f++) own[f] = state[f] + c * rows[f];
         for (int64_t k = 0; k < count; k++) {
             if (gradient(w + c * SIZE, g, x + c * x_row + starts[k] * FEATURES, y + c * y_row + starts[k],
                          sizes[k], losses + c, scratch))
@@ -443,4 +431,3 @@ int steps(int64_t clients, int64_t count, const int64_t *starts, const int64_t *
     }
     return 0;
 }
-#endif

@@ -13,6 +13,7 @@ It needs a C compiler. What cannot be written in C trains without it, after one 
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +23,11 @@ from prefed.algorithms import Algorithm
 from prefed.core import batch
 from prefed.core.batch import Inputs
 from prefed.core.c_programs import CannotCompile
+from prefed.core.errors import PrefedError
 from prefed.core.losses import WITH_CLASSES, are_labels
 from prefed.core.parts import timed
 from prefed.data import FederatedData
+from prefed.data.samples import LazySamples
 from prefed.rules import Rule, State
 from prefed.rules.rule import in_c
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
@@ -45,15 +48,16 @@ TOGETHER = 1 << 22
 @ENGINES.register("native")
 def native(task: Task, data: FederatedData, settings: Settings) -> Engine:
     try:
-        return Native(task, data, settings).checked()
-    except (NotNative, CannotCompile) as reason:
-        other = Vectorised(task, data, settings)
-        chain = other.gradients is not None and other.why_not() is None
-        does = "clients train in blocks of torch's operations" if chain else (
-            "clients train one after another"
-        )  # fmt: skip
-        warnings.warn(f"not in C ({reason}); {does}", EngineWarning, stacklevel=2)
-        return other if chain else Sequential(task, data, settings)
+        engine = Native(task, data, settings)
+        if (reason := engine.why_not()) is None:
+            return engine
+    except NotNative as error:
+        reason = str(error)
+    other = Vectorised(task, data, settings)
+    blocks = other.gradients is not None and other.why_not() is None
+    does = "in blocks of torch's operations" if blocks else "one after another"
+    warnings.warn(f"not in C ({reason}); clients train {does}", EngineWarning, stacklevel=2)
+    return other if blocks else Sequential(task, data, settings)
 
 
 class Native(Vectorised):
@@ -70,25 +74,24 @@ class Native(Vectorised):
         first = data.client(0)
         if first.is_ragged:
             raise NotNative("samples are of unequal length")
-        x, _ = first.take(torch.arange(1))
+        raw, _ = first.take(torch.arange(1))
         self.prepare: Callable[[Inputs], Inputs] = (
             vmap(task.transform) if task.transform else lambda x: x
         )
-        x = self.prepare(batch.mapped(lambda leaf: leaf[None], x))
-        if not isinstance(x, Tensor):
+        try:
+            x = self.prepare(batch.mapped(lambda leaf: leaf[None], raw))
+        except Exception as error:  # a transform that vmap cannot run
+            raise NotNative(str(error).strip().partition("\n")[0].rstrip(".")) from error
+        if not isinstance(x, Tensor) or not isinstance(raw, Tensor):
             raise NotNative("a sample is not one tensor")
-        size = settings.batch_size or len(first)
-        self.program = Program(
-            task.flat.module, task.flat.layout, x.shape[2:], task.flat.weights.dtype, size
-        )
+        self.raw_shape, self.shape = raw.shape[1:], x.shape[2:]
+        """Of a sample, before and after it is transformed: the program is for no other."""
+        weights, size = task.flat.weights, settings.batch_size or len(first)
+        self.program = Program(task.flat.module, task.flat.layout, self.shape, weights.dtype, size)
         self.scratch = self.program.scratch()
-        self.one_gradient = torch.empty_like(task.flat.weights)
-
-    def checked(self) -> "Native":
-        """It has the gradients of autograd, on one batch."""
-        if (reason := self.why_not()) is not None:
-            raise NotNative(reason)
-        return self
+        self.one_gradient = torch.empty_like(weights)
+        self.no_rules: set[str] = set()
+        """Lines that the compiler has refused."""
 
     def block_size(self, algorithm: Algorithm, cohort: int) -> int:
         fit = min(self.most_clients, self.most_clients_by_state(algorithm))
@@ -100,12 +103,24 @@ class Native(Vectorised):
     ) -> VectorisedBlock:
         return NativeBlock(self, clients, steps, stacks, seeds)
 
-    def samples(self, x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
-        """x and y of some clients (C, B, ...) as the program takes them."""
-        x, dtype = self.prepare(x), self.task.flat.weights.dtype
-        assert isinstance(x, Tensor)
-        x = x.to(dtype)
-        return x if x[0].is_contiguous() else x.contiguous(), y.contiguous()
+    def samples(self, x: Inputs, y: Tensor) -> tuple[Tensor, Tensor] | None:
+        """x and y of some clients (C, B, ...) as the program takes them; None if it does not."""
+        x = self.prepare(x)
+        if not isinstance(x, Tensor) or x.shape[2:] != self.shape:
+            return None
+        x = x.to(self.task.flat.weights.dtype)
+        return x if x[0].is_contiguous() else x.contiguous(), y.to(torch.int64).contiguous()
+
+    def rule(self, lines: str, state: Sequence[str]) -> Any:
+        """A rule in C; None, after one line, if the compiler refuses it."""
+        if lines in self.no_rules:
+            return None
+        try:
+            return self.program.rule(lines, state)
+        except CannotCompile as reason:
+            self.no_rules.add(lines)
+            warnings.warn(f"the rule is not in C ({reason})", EngineWarning, stacklevel=2)
+            return None
 
 
 class NativeBlock(VectorisedBlock):
@@ -113,11 +128,12 @@ class NativeBlock(VectorisedBlock):
 
     def _fill(self, stack: Stack, rows: Rows, x: Inputs, y: Tensor, key: Tensor) -> Tensor:
         engine = self.engine
-        if not (y.dim() == 2 and are_labels(y) and engine.simple(stack, y)):
+        fits = y.dim() == 2 and are_labels(y) and engine.simple(stack, y)
+        if not fits or (samples := engine.samples(x, y)) is None:
             return super()._fill(stack, rows, x, y, key)
         weights, gradient = self.weights[rows], self.gradient[rows]
         losses = weights.new_zeros(len(weights))
-        engine.program.gradients(weights, gradient, *engine.samples(x, y), losses, engine.scratch)
+        engine.program.gradients(weights, gradient, *samples, losses, engine.scratch)
         if not isinstance(rows, slice):  # they were copied
             self.gradient[rows] = gradient
         return losses
@@ -130,19 +146,23 @@ class NativeBlock(VectorisedBlock):
     def run_steps(self, algorithm: Algorithm, rule: Rule, state: State, lr: float) -> Tensor:
         lines = in_c(rule)
         limited = algorithm.clip_norm is not None or bool(algorithm.groups)
-        if lines is None or limited or not all(map(self._in_c, self.stacks)):
+        more = rule.lockstep or rule.other(0) is not None
+        alike = all(value.dtype == self.weights.dtype for value in state.values())
+        if lines is None or limited or more or not alike or not all(map(self._in_c, self.stacks)):
+            return super().run_steps(algorithm, rule, state, lr)
+        if (step := self.engine.rule(lines, [*state])) is None:
             return super().run_steps(algorithm, rule, state, lr)
         losses = self.weights.new_zeros(len(self.clients))
         for stack in self.stacks:
-            for rows, numbers, x, y in self._work(stack):
+            for rows, sizes, x, y in self._work(stack):
                 part = {name: value[rows] for name, value in state.items()}
-                self._steps(lines, part, rows, numbers, x, y, losses, lr, algorithm.weight_decay)
+                self._steps(step, part, rows, sizes, x, y, losses, lr, algorithm.weight_decay)
         return losses
 
     @timed("local steps in C")
     def _steps(
         self,
-        lines: str,
+        rule: Any,
         state: State,
         rows: slice,
         sizes: list[int],
@@ -154,44 +174,54 @@ class NativeBlock(VectorisedBlock):
     ) -> None:
         engine = self.engine
         engine.program.steps(
-            lines, self.weights[rows], state, sizes, x, y, losses[rows], lr, decay,
+            rule, self.weights[rows], state, sizes, x, y, losses[rows], lr, decay,
             engine.one_gradient, engine.scratch,
         )  # fmt: skip
 
     def _in_c(self, stack: Stack) -> bool:
-        """All its batches can be given to the program."""
+        """All its batches can be given to the program, as far as can be told beforehand."""
         if isinstance(stack, Unequal):
-            y = stack.clients[0].samples.y
-            return y.dim() == 1 and are_labels(y) and self.engine.simple(stack, y)
-        return (
-            isinstance(stack, Group)
-            and isinstance(stack.rows, slice)
-            and stack.y.dim() == 2
-            and are_labels(stack.y)
-            and self.engine.simple(stack, stack.y)
-        )
+            held = [batches.samples for batches in stack.clients]
+            if self.data.augment is not None or any(isinstance(s, LazySamples) for s in held):
+                return False
+            return all(self._fits(stack, samples.x, samples.y, 1) for samples in held)
+        rows = isinstance(stack, Group) and isinstance(stack.rows, slice)
+        return rows and isinstance(stack, Group) and self._fits(stack, stack.x, stack.y, 2)
+
+    def _fits(self, stack: Stack, x: Inputs, y: Any, dimensions: int) -> bool:
+        if not (isinstance(x, Tensor) and isinstance(y, Tensor) and y.dim() == dimensions):
+            return False
+        right = x.shape[dimensions:] == self.engine.raw_shape and are_labels(y)
+        return right and self.engine.simple(stack, y)
 
     def _work(self, stack: Stack) -> Iterator[tuple[slice, list[int], Tensor, Tensor]]:
         """Rows of the block, the sizes of batches that follow one another, and their samples."""
+        engine = self.engine
         if isinstance(stack, Unequal):
             for row, batches in enumerate(stack.clients):
-                found = ((k, *batches[k]) for k in range(len(batches)))
-                pairs = ((batch.mapped(lambda v: v[None], x), y[None]) for _, x, y in found)
+                found = (batches[k] for k in range(len(batches)))
+                pairs = ((batch.mapped(lambda v: v[None], x), y[None]) for x, y in found)
                 for part in self._together(pairs):
                     yield slice(row, row + 1), *part
+            return
+        assert isinstance(stack, Group)
+        assert isinstance(stack.rows, slice)
+        steps = self.steps[0]
+        if stack.size is not None and engine.task.transform is not None:
+            for part in self._together(stack.batch(k) for k in range(steps)):
+                yield stack.rows, *part
+            return
+        x, y = self._samples(stack.x, stack.y)
+        if stack.size is not None:
+            yield stack.rows, [stack.size] * steps, x, y
         else:
-            assert isinstance(stack, Group)
-            assert isinstance(stack.rows, slice)
-            steps = range(self.steps[0])
-            if stack.size is None:
-                x, y = self.engine.samples(stack.x, stack.y)
-                for _ in steps:
-                    yield stack.rows, [y.shape[1]], x, y
-            elif self.engine.task.transform is None:
-                yield stack.rows, [stack.size] * len(steps), *self.engine.samples(stack.x, stack.y)
-            else:
-                for part in self._together(stack.batch(k) for k in steps):
-                    yield stack.rows, *part
+            for _ in range(steps):
+                yield stack.rows, [y.shape[1]], x, y
+
+    def _samples(self, x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
+        if (found := self.engine.samples(x, y)) is None:
+            raise PrefedError("engine: data.transform gives samples of unequal shape: not native")
+        return found
 
     def _together(
         self, pairs: Iterator[tuple[Inputs, Tensor]]
@@ -199,11 +229,14 @@ class NativeBlock(VectorisedBlock):
         """Batches side by side, as many as fit."""
         xs: list[Tensor] = []
         ys: list[Tensor] = []
-        for x, y in pairs:
-            x, y = self.engine.samples(x, y)
-            xs, ys = [*xs, x], [*ys, y]
-            if sum(x.numel() for x in xs) > TOGETHER:
+        size = 0
+        for pair in pairs:
+            x, y = self._samples(*pair)
+            xs.append(x)
+            ys.append(y)
+            size += x.numel()
+            if size > TOGETHER:
                 yield [y.shape[1] for y in ys], torch.cat(xs, 1), torch.cat(ys, 1)
-                xs, ys = [], []
+                xs, ys, size = [], [], 0
         if xs:
             yield [y.shape[1] for y in ys], torch.cat(xs, 1), torch.cat(ys, 1)

@@ -9,19 +9,21 @@ import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.resources import files
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from prefed.core.c_programs import compiled
+from prefed.core.c_programs import CannotCompile, compiled
 from prefed.core.hooks import hooked
 from prefed.core.layout import Entry, Layout, row_major
 from prefed.training.engines.linear_chains import chain
 
 TYPES = {torch.float32: ("float", "int32_t", 4), torch.float64: ("double", "int64_t", 8)}
-LARGEST_KERNEL = 7
+LARGEST_KERNEL, MOST_LAYERS, MOST_FIELDS = 7, 8, 16
 LARGEST_UNROLLED = 1 << 16
 """Numbers between two layers of a sample, at most: beyond, what is between layers leaves the cache,
 and torch's own convolutions are better at it."""
@@ -71,6 +73,10 @@ class Writer:
     memory: int = 0
     """Numbers that a pass needs between its layers."""
     widest: int = 0
+    used: set[str] = field(default_factory=set)
+    """Parameters that have their place in the program."""
+    ends_with_weights: bool = False
+    """The way back of the last layer so far does not look at its output."""
 
     def buffer(self, features: int, width: int | None = None) -> str:
         """Memory for so many numbers of each sample."""
@@ -84,6 +90,7 @@ class Writer:
         entry = next((entry for entry in self.layout.entries if entry.name == name), None)
         if entry is None:
             raise NotNative(f"{name} is a parameter that stands in several places")
+        self.used.add(name)
         return entry
 
 
@@ -94,8 +101,12 @@ class Program:
         self, module: nn.Module, layout: Layout, sample: Shape, dtype: torch.dtype, batch: int
     ) -> None:
         self.source, self.memory = write(module, layout, sample, dtype, batch)
-        self.dtype, self.features = dtype, math.prod(sample)
-        self.library = compiled(self.source)
+        self.dtype, self.size = dtype, layout.size
+
+    @cached_property
+    def library(self) -> ctypes.CDLL:
+        """Compiled when it is first needed."""
+        return compiled(self.source)
 
     def scratch(self) -> Tensor:
         """The memory of a pass, for one thread."""
@@ -105,17 +116,33 @@ class Program:
         self, w: Tensor, g: Tensor, x: Tensor, y: Tensor, losses: Tensor, scratch: Tensor
     ) -> None:
         """Those of one batch of each client: w and g (C, d), x (C, B, ...), y (C, B)."""
-        rows = x.stride(0), pointer(y), y.stride(0)
         failed = self.library.gradients(
             *map(ctypes.c_int64, y.shape), pointer(w), pointer(g), ctypes.c_int64(w.stride(0)),
-            pointer(x), ctypes.c_int64(rows[0]), rows[1], ctypes.c_int64(rows[2]),
+            pointer(x), ctypes.c_int64(x.stride(0)), pointer(y), ctypes.c_int64(y.stride(0)),
             pointer(losses), pointer(scratch),
         )  # fmt: skip
         _raise_if(failed)
 
+    def rule(self, lines: str, state: Sequence[str]) -> Any:
+        """A step of a rule, as `steps` takes it."""
+        if len(state) > MOST_FIELDS:
+            raise CannotCompile(f"a rule with more than {MOST_FIELDS} fields")
+        real, _, _ = TYPES[self.dtype]
+        source = [
+            f"#define REAL {real}",
+            f"#define SIZE {self.size}",
+            _text("rule.c"),
+            "void rule(real *restrict w, const real *restrict g, real *const *state, real lr)",
+            "{",
+            *(f"    real *restrict {name} = state[{i}];" for i, name in enumerate(state)),
+            lines,
+            "}",
+        ]
+        return compiled("\n".join(source)).rule
+
     def steps(
         self,
-        lines: str,
+        rule: Any,
         w: Tensor,
         state: Mapping[str, Tensor],
         sizes: Sequence[int],
@@ -129,15 +156,14 @@ class Program:
     ) -> None:
         """Local steps of each client with a rule in C, on batches of these sizes that follow one
         another in x and y. The sums of the losses are added to `losses`."""
-        library = compiled(with_rule(self.source, lines, list(state)))
         starts = [0, *accumulate(sizes)][:-1]
-        integers, pointers = ctypes.c_int64 * len(sizes), ctypes.c_void_p * len(state)
-        rows = (ctypes.c_int64 * len(state))(*(value.stride(0) for value in state.values()))
-        failed = library.steps(
+        integers, fields = ctypes.c_int64 * len(sizes), list(state.values())
+        failed = self.library.steps(
             ctypes.c_int64(len(w)), ctypes.c_int64(len(sizes)), integers(*starts),
             integers(*sizes), pointer(w), pointer(x), ctypes.c_int64(x.stride(0)), pointer(y),
-            ctypes.c_int64(y.stride(0)), pointer(losses),
-            pointers(*(value.data_ptr() for value in state.values())), rows,
+            ctypes.c_int64(y.stride(0)), pointer(losses), rule, len(fields),
+            (ctypes.c_void_p * len(fields))(*(value.data_ptr() for value in fields)),
+            (ctypes.c_int64 * len(fields))(*(value.stride(0) for value in fields)),
             ctypes.c_double(lr), ctypes.c_double(decay), pointer(g), pointer(scratch),
         )  # fmt: skip
         _raise_if(failed)
@@ -152,21 +178,8 @@ def _raise_if(failed: int) -> None:
         raise IndexError("a label is none of the model's classes")
 
 
-def with_rule(source: str, lines: str, state: Sequence[str]) -> str:
-    """The program with a step of a client rule."""
-    fields = [f"    real *restrict {name} = state[{i}];" for i, name in enumerate(state)]
-    return "\n".join(
-        [
-            f"#define RULE\n#define FIELDS {len(state)}",
-            source,
-            "static void rule(real *restrict w, const real *restrict g, real *const *state,",
-            "                 real lr)",
-            "{",
-            *fields,
-            lines,
-            "}",
-        ]
-    )
+def _text(name: str) -> str:
+    return files("prefed.training.engines").joinpath(name).read_text()
 
 
 def write(
@@ -178,9 +191,12 @@ def write(
     real, whole, size = TYPES[dtype]
     vectors = Vectors.of(batch, size)
     out = Writer(layout, vectors.lanes, vectors.width)
-    shape, a, first = _layers(module, sample, out)
-    if first:
-        raise NotNative("it has no layer with weights")
+    shape, a = _layers(module, sample, out)
+    unused = {entry.name for entry in layout.entries} - out.used
+    if unused:
+        raise NotNative(f"{min(unused)} is a parameter of no layer")
+    if len(shape) != 1 or not out.ends_with_weights:
+        raise NotNative("its last layer is not a linear one")
     (classes,) = shape
     turns = [out.buffer(out.widest), out.buffer(out.widest)]
     lines = [
@@ -197,11 +213,10 @@ def write(
                 lines.append(line.replace("DY", d).replace("DX", other))
     head = {"REAL": real, "WHOLE": whole, "LANES": vectors.lanes, "WIDTH": vectors.width}
     head |= {"ROWS": vectors.rows, "FEATURES": math.prod(sample), "SIZE": layout.size}
-    here = files("prefed.training.engines")
     program = "\n".join(
         [
             *(f"#define {name} {value}" for name, value in head.items()),
-            here.joinpath("chain.c").read_text(),
+            _text("chain.c"),
             "static int pass(const real *w, real *g, const real *x, const int64_t *y, int count,",
             "                int64_t of, int add, double *loss, real *scratch)",
             "{",
@@ -213,34 +228,37 @@ def write(
     return program, out.memory
 
 
-def _layers(module: nn.Module, shape: Shape, out: Writer) -> tuple[Shape, str, bool]:
-    """All layers, one after another; the shape of the output, where it lies, and whether no layer
-    had weights."""
-    a, first = out.buffer(math.prod(shape)), True
+def _layers(module: nn.Module, shape: Shape, out: Writer) -> tuple[Shape, str]:
+    """All layers, one after another; the shape of the output, and where it lies."""
+    a, first, layers = out.buffer(math.prod(shape)), True, chain(module)
     out.forward.append(f"samples_last({math.prod(shape)}, count, x, {a});")
-    for prefix, layer in chain(module):
+    if sum(type(layer) in (nn.Linear, nn.Conv2d) for _, layer in layers) > MOST_LAYERS:
+        raise NotNative(f"it has more than {MOST_LAYERS} layers, which take long to compile")
+    for prefix, layer in layers:
         if hooked(layer) or not all(p.requires_grad for p in layer.parameters()):
             raise NotNative(f"layer {prefix.rstrip('.')} is frozen, or somebody listens to it")
-        match layer:
-            case nn.Identity():
-                continue
-            case nn.Flatten(start_dim=1, end_dim=-1):
-                shape = (math.prod(shape),)
-            case nn.Linear():
-                shape, a = _linear(layer, prefix, shape, a, first, out)
-                first = False
-            case nn.Conv2d():
-                shape, a = _conv(layer, prefix, shape, a, first, out)
-                first = False
-            case nn.ReLU() if not first:
-                features = math.prod(shape)
-                out.forward.append(f"relu({features}, (vec *){a});")
-                out.back.append([f"relu_input({features}, (vec *){a}, (vec *)DY);"])
-            case nn.MaxPool2d() if not first:
-                shape, a = _pool(layer, shape, a, out)
-            case _:
-                raise NotNative(f"no C is written for {type(layer).__name__} there")
-    return shape, a, first
+        kind = type(layer) if "forward" not in vars(layer) else None  # a subclass may do otherwise
+        flat = kind is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
+        if kind is nn.Identity:
+            pass
+        elif flat:
+            shape = (math.prod(shape),)
+        elif isinstance(layer, nn.Linear) and kind is nn.Linear:
+            shape, a = _linear(layer, prefix, shape, a, first, out)
+            first, out.ends_with_weights = False, True
+        elif isinstance(layer, nn.Conv2d) and kind is nn.Conv2d:
+            shape, a = _conv(layer, prefix, shape, a, first, out)
+            first, out.ends_with_weights = False, True
+        elif kind is nn.ReLU and not first:
+            features, out.ends_with_weights = math.prod(shape), False
+            out.forward.append(f"relu({features}, (vec *){a});")
+            out.back.append([f"relu_input({features}, (vec *){a}, (vec *)DY);"])
+        elif isinstance(layer, nn.MaxPool2d) and kind is nn.MaxPool2d and not first:
+            shape, a = _pool(layer, shape, a, out)
+            out.ends_with_weights = False
+        else:
+            raise NotNative(f"no C is written for {type(layer).__name__} there")
+    return shape, a
 
 
 def _bias(layer: nn.Module, prefix: str, out: Writer) -> tuple[str, str]:
@@ -279,7 +297,8 @@ def _conv(
     k, p = layer.kernel_size[0], layer.padding[0]
     plain = layer.stride == (1, 1) and layer.dilation == (1, 1) and layer.groups == 1
     square = layer.kernel_size == (k, k) and layer.padding == (p, p) and k <= LARGEST_KERNEL
-    if not (plain and square and isinstance(p, int) and layer.padding_mode == "zeros"):
+    zeros = layer.padding_mode == "zeros" and len(shape) == 3
+    if not (plain and square and zeros) or isinstance(p, str):
         raise NotNative("no C is written for such a convolution")
     c, h, w = shape
     high, wide = h + 2 * p, w + 2 * p
@@ -306,13 +325,13 @@ def _conv(
 
 
 def _pool(layer: nn.MaxPool2d, shape: Shape, x: str, out: Writer) -> tuple[Shape, str]:
-    k = layer.kernel_size
-    pairs = (k, (k, k)) if isinstance(k, int) else (k,)
+    both = layer.kernel_size
+    k = both if isinstance(both, int) else both[0]
     plain = (layer.padding, layer.dilation, layer.ceil_mode, layer.return_indices) == (
         0, 1, False, False,
     )  # fmt: skip
-    k = k if isinstance(k, int) else k[0]
-    if not plain or layer.stride not in pairs or len(shape) != 3 or k > LARGEST_KERNEL:
+    square = both in (k, (k, k)) and layer.stride in (k, (k, k))
+    if not plain or not square or len(shape) != 3 or k > LARGEST_KERNEL:
         raise NotNative("no C is written for such a max-pooling")
     c, h, w = shape
     shape = c, h // k, w // k
