@@ -23,6 +23,7 @@ from prefed.core.layout import Entry, Layout, row_major
 from prefed.training.engines.linear_chains import chain
 
 TYPES = {torch.float32: ("float", "int32_t", 4), torch.float64: ("double", "int64_t", 8)}
+KINDS = (nn.Identity, nn.Flatten, nn.Linear, nn.Conv2d, nn.ReLU, nn.MaxPool2d)
 LARGEST_KERNEL, MOST_LAYERS, MOST_FIELDS = 7, 8, 16
 LARGEST_UNROLLED = 1 << 16
 """Numbers between two layers of a sample, at most: beyond, what is between layers leaves the cache,
@@ -237,27 +238,27 @@ def _layers(module: nn.Module, shape: Shape, out: Writer) -> tuple[Shape, str]:
     for prefix, layer in layers:
         if hooked(layer) or not all(p.requires_grad for p in layer.parameters()):
             raise NotNative(f"layer {prefix.rstrip('.')} is frozen, or somebody listens to it")
-        kind = type(layer) if "forward" not in vars(layer) else None  # a subclass may do otherwise
-        flat = kind is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
-        if kind is nn.Identity:
-            pass
-        elif flat:
-            shape = (math.prod(shape),)
-        elif isinstance(layer, nn.Linear) and kind is nn.Linear:
-            shape, a = _linear(layer, prefix, shape, a, first, out)
-            first, out.ends_with_weights = False, True
-        elif isinstance(layer, nn.Conv2d) and kind is nn.Conv2d:
-            shape, a = _conv(layer, prefix, shape, a, first, out)
-            first, out.ends_with_weights = False, True
-        elif kind is nn.ReLU and not first:
-            features, out.ends_with_weights = math.prod(shape), False
-            out.forward.append(f"relu({features}, (vec *){a});")
-            out.back.append([f"relu_input({features}, (vec *){a}, (vec *)DY);"])
-        elif isinstance(layer, nn.MaxPool2d) and kind is nn.MaxPool2d and not first:
-            shape, a = _pool(layer, shape, a, out)
-            out.ends_with_weights = False
-        else:
-            raise NotNative(f"no C is written for {type(layer).__name__} there")
+        if type(layer) not in KINDS or "forward" in vars(layer):  # subclasses may do otherwise
+            raise NotNative(f"no C is written for {type(layer).__name__}")
+        match layer:
+            case nn.Identity():
+                continue
+            case nn.Flatten(start_dim=1, end_dim=-1):
+                shape = (math.prod(shape),)
+                continue
+            case nn.Linear():
+                shape, a = _linear(layer, prefix, shape, a, first, out)
+            case nn.Conv2d():
+                shape, a = _conv(layer, prefix, shape, a, first, out)
+            case nn.ReLU() if not first:
+                features = math.prod(shape)
+                out.forward.append(f"relu({features}, (vec *){a});")
+                out.back.append([f"relu_input({features}, (vec *){a}, (vec *)DY);"])
+            case nn.MaxPool2d() if not first:
+                shape, a = _pool(layer, shape, a, out)
+            case _:
+                raise NotNative(f"no C is written for {type(layer).__name__} there")
+        first, out.ends_with_weights = False, isinstance(layer, nn.Linear | nn.Conv2d)
     return shape, a
 
 
