@@ -23,6 +23,8 @@ from prefed.algorithms.prefedlite import PreFedLite
 from prefed.algorithms.prefedm import PreFedM
 from prefed.algorithms.prefedmlite import PreFedMLite
 from prefed.algorithms.prefedopt import PreFedOpt
+from prefed.algorithms.prefeds import PreFedS
+from prefed.algorithms.prefedslite import PreFedSLite
 from prefed.algorithms.prefedsync import PreFedSync
 from prefed.algorithms.scaffold import SCAFFOLD
 from prefed.codecs import CODECS
@@ -56,7 +58,8 @@ __all__ = [
     "FedAdagrad", "FedAdam", "FedAdamW", "FedAvg", "FedAvgM", "FedBN", "FedCM", "FedLADA",
     "FedLion", "FedMuon", "FedNova", "FedPAC", "FedPM", "FedPer", "FedProx", "FedRep", "FedYogi",
     "FederatedData", "Field", "Interrupted", "LocalAdam", "MimeLite", "Pair", "Partition",
-    "PreFed", "PreFedLite", "PreFedM", "PreFedMLite", "PreFedOpt", "PreFedSync", "PrefedError",
+    "PreFed", "PreFedLite", "PreFedM", "PreFedMLite", "PreFedOpt", "PreFedS", "PreFedSLite",
+    "PreFedSync", "PrefedError",
     "Privacy", "Rate", "Result", "Rule", "Run", "Settings", "Simulation", "average",
     "derived", "keep", "load", "load_runs", "optim", "reset", "schedule", "simulate", "to_pandas",
 ]  # fmt: skip

@@ -28,6 +28,8 @@ def config(name: str, *changes: str) -> Any:
         "prefedlite": 0.01,
         "prefedm": 0.01,
         "prefedmlite": 0.01,
+        "prefeds": 0.05,
+        "prefedslite": 0.05,
         "localadam": 0.01,
         "fedcm": 1.0,
         "fedlada": 0.03,
@@ -111,7 +113,16 @@ def test_state_has_the_declared_names_and_shapes(name: str) -> None:
     assert set(simulation.kept) == (took_part if keeps else set())
 
 
-VARYING = {"prefedlite", "prefedm", "prefedmlite", "fedadamw", "fedmuon", "fedpac"}
+VARYING = {
+    "prefedlite",
+    "prefedm",
+    "prefedmlite",
+    "prefeds",
+    "prefedslite",
+    "fedadamw",
+    "fedmuon",
+    "fedpac",
+}
 """Their messages are not a whole number of vectors: see test_exchange.py and their own tests."""
 UPLOADS = {"adaalter": 2, "prefed": 3, "scaffold": 2, "mimelite": 2, "prefedsync": STEPS + 2}
 UPLOADS |= {"fedlada": 2, "fedlion": 2, "fedpm": 3}

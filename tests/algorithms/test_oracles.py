@@ -167,10 +167,16 @@ CASES["prefedm"] = [
     *SHAPES,
 ]
 CASES["prefedmlite"] = [{"upload": "exact", "P_codec": "exact"}]
-FIRST_CASE = {"prefedlite", "prefedmlite", "fedpac"}
+CASES["prefeds"] = [
+    {},
+    *grid(tau_relative=[0.1, 1.0], beta1=[0.5, 0.95], beta2=[0.9, 0.999]),
+    *grid(iterations=[0, 3], plain_lr=[0.1, 0.5], server_lr=[1.0, 0.3]),
+]
+CASES["prefedslite"] = [{"upload": "exact", "m_codec": "exact", "P_codec": "exact"}]
+FIRST_CASE = {"prefedlite", "prefedmlite", "prefedslite", "fedpac"}
 """Not with their defaults: of codecs; and of SOAP's tau, 1e-8, over which a step of rounding errors
 goes where the gradient is 0, as it is along equal scores of all classes."""
-BY_TENSOR = {"fedmuon", "fedpac"}
+BY_TENSOR = {"fedmuon", "fedpac", "prefeds", "prefedslite"}
 """They treat matrices and vectors differently."""
 ALIGNED = grid(align=[0.3], align_form=["added", "mixed"], decoupled_weight_decay=[0.0, 0.1])
 ANY_CLIENT = [*grid(clip_norm=[None, 0.3], weight_decay=[0.0, 0.05])[1:], *ALIGNED]

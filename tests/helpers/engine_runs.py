@@ -19,6 +19,8 @@ RATES = {
     "prefedlite": 0.005,
     "prefedm": 0.005,
     "prefedmlite": 0.005,
+    "prefeds": 0.02,
+    "prefedslite": 0.02,
     "localadam": 0.005,
     "fedmuon": 0.02,
     "fedpac": 0.005,

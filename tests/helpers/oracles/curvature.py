@@ -142,6 +142,55 @@ class FedMuon(Algorithm):
         return w + self.server_lr(t) * delta, loss
 
 
+class PreFedS(Algorithm):
+    """PreFed's m and P, and a step of matrices that is orthogonal before it is divided."""
+
+    def start(self) -> None:
+        """Start at m = 0 and P = 0, with no mass behind either."""
+        self.layers = [*layers(self.options["tensors"])]
+        self.shared |= {"m": np.zeros(self.d), "P": np.zeros(self.d), "m_mass": 0.0, "P_mass": 0.0}
+
+    def divided(self, u: Array, p: Array) -> Array:
+        """Divide u by sqrt(P) + tau."""
+        tau = self.options["tau_relative"] * np.sqrt(np.mean(p))
+        return np.asarray(u / (np.sqrt(p) + tau + 1e-30))
+
+    def client(self, t: int, w: Array, i: int) -> tuple[Array, dict[str, Any], float]:
+        """The steps of client i: its weights, its state and its loss."""
+        o, lr = self.options, self.client_lr(t)
+        b1, b2 = o["beta1"], o["beta2"]
+        s: dict[str, Any] = dict(self.shared)
+        w_i, loss_i = w.copy(), 0.0
+        for x, y in self.task.local_data(t, i):
+            loss, g = self.task.gradient(w_i, x, y)
+            loss_i += loss / self.task.count(t, i)
+            s["m"] = b1 * s["m"] + (1 - b1) * g
+            s["P"] = b2 * s["P"] + (1 - b2) * (g - s["m"]) ** 2
+            s["m_mass"] = b1 * s["m_mass"] + (1 - b1)
+            s["P_mass"] = b2 * s["P_mass"] + (1 - b2)
+            m, p = s["m"] / s["m_mass"], s["P"] / s["P_mass"]
+            after, ahead = self.decayed(t, w_i), (1 - b1) * g + b1 * s["m"]
+            plain = np.concatenate([np.r_[e.slice] for e in self.layers if not e.is_matrix])
+            after[plain] -= lr * o["plain_lr"] * self.divided(m[plain], p[plain])
+            for e in self.layers:
+                if e.is_matrix:
+                    whole = newton_schulz(ahead[e.slice].reshape(e.shape), o["iterations"]).ravel()
+                    u = self.divided(whole, p[e.slice])
+                    u *= np.linalg.norm(whole) / (np.linalg.norm(u) + 1e-30)
+                    after[e.slice] -= lr * np.sqrt(max(1.0, e.shape[0] / e.shape[1])) * u
+            w_i = self.aligned(t, i, w_i, after)
+        return w_i, s, loss_i
+
+    def round(self, t: int, w: Array, cohort: Sequence[int]) -> tuple[Array, float]:
+        """All clients, and the means of their weights and of all their state."""
+        ends = [self.client(t, w, i) for i in cohort]
+        for name in self.shared:
+            self.shared[name] = self.task.mean(cohort, [s[name] for _, s, _ in ends])
+        self.mean_change = delta = self.task.mean(cohort, [w_i - w for w_i, _, _ in ends])
+        loss = self.task.mean(cohort, [loss_i for _, _, loss_i in ends])
+        return w + self.server_lr(t) * delta, loss
+
+
 # ---------------------------------------------------------------------------------------------
 # MimeLite
 # ---------------------------------------------------------------------------------------------
@@ -329,13 +378,19 @@ RULES: dict[str, dict[str, Any]] = {
 CHOICES["momentum"] += ("control",)
 CHOICES["optimiser"] = ("momentum", "adam")
 ALGORITHMS |= {"fedmuon": FedMuon, "mimelite": MimeLite, "fedpac": FedPAC}
+ALGORITHMS |= {"prefeds": PreFedS, "prefedslite": PreFedS}
 DEFAULTS |= {
     "mimelite": {"optimiser": "momentum", "beta1": 0.9, "beta2": 0.99, "tau": 1e-3},
     "fedpac": {
         "rule": {"name": "soap"}, "align": 0.5, "align_form": "mixed", "tensors": None,
         "uniform": None,
     },
+    "prefeds": {
+        "beta1": 0.95, "beta2": 0.999, "tau_relative": 1.0, "iterations": 5, "plain_lr": 0.1,
+        "tensors": None, "upload": "exact", "m_codec": "exact", "P_codec": "exact",
+    },
     "fedmuon": {
         "momentum": "control", "beta": 0.95, "iterations": 5, "adam_lr": 0.1, "tensors": None,
     },
 }  # fmt: skip
+DEFAULTS["prefedslite"] = DEFAULTS["prefeds"]

@@ -1,0 +1,51 @@
+from pydantic import NonNegativeInt, PositiveFloat
+
+from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
+from prefed.algorithms.fedavg import Fraction
+from prefed.algorithms.sharing import Policy, average
+from prefed.codecs import CodecName
+from prefed.core.schedule import Rate
+from prefed.rules import Rule
+from prefed.rules.spectral import Spectral
+
+
+@ALGORITHMS.register("prefeds")
+class PreFedS(Algorithm):
+    """PreFed with spectral steps (decision 044): m and P are PreFed's, averaged with the weights,
+    and the step of a weight matrix is that of Muon, its entries divided by sqrt(P) + tau.
+
+        m = beta1*m + (1 - beta1)*g                     on each client, from the server's m and P
+        P = beta2*P + (1 - beta2)*(g - m)^2
+        O = orthogonal((1 - beta1)*g + beta1*m)         for each weight matrix
+        w = w - lr * scale * O / (sqrt(P) + tau)        all that is no matrix: m in place of O
+
+    tau is tau_relative times the root mean square of sqrt(P) over the matrix, and the step has the
+    norm that it had before it was divided. Both m and P are corrected for their start at zero.
+    Upload 3d; PreFedSLite's is 1.01d.
+    """
+
+    client_lr: Rate = 0.02
+    beta1: Fraction = 0.95
+    """The decay of m, the moving average of the gradient."""
+    beta2: Fraction = 0.999
+    """The decay of P, the moving average of the squared distance from m."""
+    tau_relative: PositiveFloat = 1.0
+    """tau as a share of the root mean square of sqrt(P). Large values make the step Muon's."""
+    iterations: NonNegativeInt = 5
+    """Of Newton and Schulz; with 0 the momentum is only divided by its norm."""
+    plain: tuple[str, ...] = ("*embed*",)
+    """Patterns of names: parameters that are trained as if they were no matrices."""
+    plain_lr: PositiveFloat = 0.1
+    """The step size of what is no matrix, as a share of client_lr."""
+    m_codec: CodecName = "exact"
+    """The codec of m on its way to the server."""
+    P_codec: CodecName = "exact"
+    """The codec of P on its way to the server."""
+
+    def client_rule(self) -> Rule:
+        betas = self.beta1, self.beta2
+        return Spectral(*betas, self.tau_relative, self.iterations, self.plain, self.plain_lr)
+
+    def sharing(self) -> dict[str, Policy]:
+        vectors = {"m": average(codec=self.m_codec), "P": average(codec=self.P_codec)}
+        return vectors | {"m_mass": average(), "P_mass": average()}

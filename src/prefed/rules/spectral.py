@@ -1,0 +1,114 @@
+"""PreFed's m and P, with a step whose singular values are near one for weight matrices."""
+
+import math
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import ClassVar, Self
+
+import torch
+from pydantic import NonNegativeInt, PositiveFloat
+from torch import Tensor
+
+from prefed.core.layout import Entry, Layout
+from prefed.rules.covariance_matrix import matrices
+from prefed.rules.muon import orthogonal
+from prefed.rules.rule import RULES, Field, Fraction, Rule, State, accumulate, grow_mass
+
+TINY = 1e-30
+"""Where P, or a gradient, is zero all over."""
+
+
+@RULES.register("spectral")
+@dataclass(frozen=True)
+class Spectral(Rule):
+    """m and P as in the covariance rule, both corrected for their start at zero:
+
+        m = beta1*m + (1 - beta1)*g
+        P = beta2*P + (1 - beta2)*(g - m)^2
+
+    For a weight matrix, with r the root mean square of sqrt(P) over it,
+
+        O = orthogonal((1 - beta1)*g + beta1*m)         by Newton-Schulz iterations, as in Muon
+        u = O / (sqrt(P) + tau_relative*r)              scaled to the norm of O
+        w = w - lr * sqrt(max(1, rows/columns)) * u
+
+    and for all that is no matrix w = w - lr * plain_lr * m / (sqrt(P) + tau_relative*r), r over all
+    of it. Convolutions are matrices (out, in * kernel).
+
+    beta1          the decay of m, the moving average of the gradient
+    beta2          the decay of P, the moving average of the squared distance from m
+    tau_relative   added to sqrt(P), as a share of its root mean square; large values make it Muon
+    iterations     of Newton and Schulz
+    plain          patterns of names: parameters that are trained as if they were no matrices
+    plain_lr       the step size of what is no matrix, as a share of that of the matrices
+    """
+
+    elementwise: ClassVar[bool] = False
+
+    beta1: Fraction = 0.95
+    beta2: Fraction = 0.999
+    tau_relative: PositiveFloat = 1.0
+    iterations: NonNegativeInt = 5
+    plain: tuple[str, ...] = ("*embed*",)
+    plain_lr: PositiveFloat = 0.1
+
+    layout: Layout | None = field(default=None, init=False, repr=False)
+    """Known after `fit`."""
+
+    def fit(self, layout: Layout) -> Self:
+        fitted = replace(self)
+        object.__setattr__(fitted, "layout", layout)
+        return fitted
+
+    def fields(self, layout: Layout) -> dict[str, Field]:
+        vector, mass = (layout.size,), Field((1,), nonnegative=True)
+        P = Field(vector, nonnegative=True)
+        return {"m": Field(vector), "P": P, "m_mass": mass, "P_mass": mass}
+
+    @cached_property
+    def places(self) -> tuple[list[Entry], list[Entry]]:
+        """The matrices, and the rest."""
+        assert self.layout is not None
+        found: tuple[list[Entry], list[Entry]] = [], []
+        for entry in self.layout.entries:
+            named = any(fnmatchcase(entry.name, pattern) for pattern in self.plain)
+            found[len(entry.shape) < 2 or named].append(entry)
+        return found
+
+    def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
+        if w.dim() == 1:  # one holder is a block of one
+            state = {name: value.unsqueeze(0) for name, value in state.items()}
+            w, g = w.unsqueeze(0), g.unsqueeze(0)
+        m, P = state["m"], state["P"]
+        m.lerp_(g, 1 - self.beta1)
+        accumulate(P, g - m, self.beta2, "ema")
+        root = (P / grow_mass(state["P_mass"], self.beta2)).sqrt_()
+        m = m / grow_mass(state["m_mass"], self.beta1)
+        ahead = g.lerp(state["m"], self.beta1)
+        whole, rest = self.places
+        for entry in whole:
+            turned = orthogonal(matrices(ahead, entry), self.iterations)
+            _, damped = self.damped(matrices(root, entry))
+            u = turned / damped
+            u *= _norm(turned) / (_norm(u) + TINY)
+            target, (rows, columns) = entry.view(w), u.shape[-2:]
+            scale = math.sqrt(max(1.0, rows / columns))
+            target.sub_(u.reshape(target.shape), alpha=lr * scale)
+        if rest:
+            parts = [slice(entry.offset, entry.offset + math.prod(entry.shape)) for entry in rest]
+            r, damped = self.damped(torch.cat([root[:, part] for part in parts], 1).unsqueeze(1))
+            u = torch.cat([m[:, part] for part in parts], 1) / (r * damped).squeeze(1)
+            sizes = [part.stop - part.start for part in parts]
+            for part, own in zip(parts, u.split(sizes, 1), strict=True):
+                w[:, part].sub_(own, alpha=lr * self.plain_lr)
+
+    def damped(self, root: Tensor) -> tuple[Tensor, Tensor]:
+        """r, and sqrt(P)/r + tau_relative, for each of (C, rows, columns)."""
+        r = root.square().mean((-2, -1), keepdim=True).sqrt_().add_(TINY)
+        return r, root / r + self.tau_relative
+
+
+def _norm(matrix: Tensor) -> Tensor:
+    found: Tensor = torch.linalg.matrix_norm(matrix, keepdim=True)
+    return found

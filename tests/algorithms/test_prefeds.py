@@ -1,0 +1,71 @@
+"""What PreFedS sends, and what it becomes at its limits; that it is right, test_oracles.py says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import prefed
+from prefed.core.layout import Layout
+from tests.helpers.problems import SIZES, tiny_data, tiny_model
+
+WEIGHTS = (SIZES[0] + 1) * SIZES[1] + (SIZES[1] + 1) * SIZES[2]
+
+
+def trained(algorithm: prefed.Algorithm, model: nn.Module, **settings: Any) -> prefed.Result:
+    asked: dict[str, Any] = {"rounds": 6, "local_steps": 3, "device": "cpu", "batch_size": 4}
+    return prefed.simulate(algorithm, model, tiny_data(), **asked | settings)
+
+
+def test_m_and_p_go_up_and_down() -> None:
+    record = trained(prefed.PreFedS(), tiny_model(), clients_per_round=4).history[-1]
+    for way in ("up", "down"):
+        assert record[f"bytes_{way}_weights"] == 4 * 8 * WEIGHTS
+        assert record[f"bytes_{way}_state"] == 4 * 8 * (2 * WEIGHTS + 2)
+
+
+def test_the_lite_twin_sends_what_fedavg_does() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(SIZES[0], 2000), nn.ReLU(), nn.Linear(2000, SIZES[2]))
+    full, lite, plain = (
+        prefed.simulate(
+            algorithm, model, tiny_data(torch.float32), rounds=1, local_steps=1, device="cpu"
+        ).history[-1]["bytes_up"]
+        for algorithm in (prefed.PreFedS(), prefed.PreFedSLite(), prefed.FedAvg())
+    )
+    assert full == pytest.approx(3 * plain, rel=0.001)
+    assert 1.0 * plain < lite <= 1.05 * plain
+
+
+def test_a_large_tau_makes_it_muon() -> None:
+    """On a model without biases, and with momenta that are averaged."""
+    torch.manual_seed(0)
+    layers = nn.Linear(SIZES[0], 4, bias=False), nn.Tanh(), nn.Linear(4, SIZES[2], bias=False)
+    model = nn.Sequential(*layers).double()
+    ours = trained(prefed.PreFedS(client_lr=0.02, tau_relative=1e12), model)
+    muon = trained(prefed.FedMuon(client_lr=0.02, momentum="average"), model)
+    torch.testing.assert_close(ours.weights, muon.weights, rtol=0, atol=1e-9)
+
+
+def test_gradients_that_are_zero_move_nothing() -> None:
+    """A unit that never fires, and a model whose samples are all zero."""
+    model = tiny_model()
+    clients = [(torch.zeros(8, SIZES[0]).double(), torch.arange(8) % SIZES[2]) for _ in range(3)]
+    data = prefed.FederatedData(clients, test=clients[0])
+    result = prefed.simulate(
+        prefed.PreFedS(), model, data, rounds=3, local_steps=2, batch_size=None, device="cpu"
+    )
+    assert result.weights.isfinite().all()
+    first = next(model.parameters())
+    torch.testing.assert_close(result.weights[: first.numel()], first.detach().flatten())
+
+
+def test_embeddings_are_no_matrices() -> None:
+    rule = prefed.PreFedS(plain=("0.*",)).client_rule()
+    fitted = rule.fit(Layout.of(tiny_model().named_parameters()))
+    whole, rest = fitted.places  # type: ignore[attr-defined]
+    assert len(whole) == 1
+    assert len(rest) == 3
