@@ -1,4 +1,5 @@
-"""The search behind PreFedM (docs/decisions/042): forms of a preconditioned client on three tasks.
+"""The searches behind PreFedM and PreFedS (docs/decisions/042, 044): forms of a preconditioned
+client on three tasks.
 
 python scripts/search.py [--out docs/results/search] [--workers 2]
 
@@ -64,6 +65,22 @@ FORMS: dict[str, dict[str, Any]] = {
     "PreFedM, tau = 1e-3, squares for P": pair(SQUARES, 0.7, {"v": "average"}),
     "PreFedMLite": {"name": "prefedmlite"},
 }
+SPECTRAL: dict[str, dict[str, Any]] = {
+    "FedMuon, momenta averaged": {"name": "fedmuon", "momentum": "average"},
+    "PreFedS, tau = .1 relative": {"name": "prefeds", "tau_relative": 0.1},
+    "PreFedS, tau = .3 relative": {"name": "prefeds", "tau_relative": 0.3},
+    "PreFedS, tau = 1 relative": {"name": "prefeds", "tau_relative": 1.0},
+}
+"""Orthogonal steps have other step sizes."""
+FORMS |= SPECTRAL
+SPECTRAL_RATES = {
+    "digits-noniid": [0.01, 0.02], "synthetic": [0.005, 0.01, 0.02], "cifar10-noniid": [0.02],
+}  # fmt: skip
+
+
+def rates(task: str, form: str) -> list[float]:
+    found: list[float] = SPECTRAL_RATES[task] if form in SPECTRAL else TASKS[task]["rates"]
+    return found
 
 
 def score(job: tuple[str, str, float, int]) -> tuple[str, list[float] | None]:
@@ -108,14 +125,14 @@ def key(task: str, form: str, rate: float, seed: int) -> str:
 def jobs() -> Iterator[tuple[str, str, float, int]]:
     for task, grid in TASKS.items():
         for form in FORMS:
-            for rate in grid["rates"]:
+            for rate in rates(task, form):
                 yield from ((task, form, rate, seed) for seed in grid["seeds"])
 
 
 def best(scores: Scores, task: str, form: str, column: int) -> tuple[float, float] | None:
     """The best mean over seeds, and its step size."""
     found = []
-    for rate in TASKS[task]["rates"]:
+    for rate in rates(task, form):
         each = [scores.get(key(task, form, rate, seed)) for seed in TASKS[task]["seeds"]]
         if all(each):
             found.append((fmean(value[column] for value in each if value), rate))

@@ -1,4 +1,4 @@
-from pydantic import NonNegativeInt, PositiveFloat
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
 from prefed.algorithms.fedavg import Fraction
@@ -20,7 +20,8 @@ class PreFedS(Algorithm):
         w = w - lr * scale * O / (sqrt(P) + tau)        all that is no matrix: m in place of O
 
     tau is tau_relative times the root mean square of sqrt(P) over the matrix, and the step has the
-    norm that it had before it was divided. Both m and P are corrected for their start at zero.
+    norm that it had before it was divided. Both m and P are corrected for their start at zero. The
+    model that is handed over is the mean of w over rounds (mean_of_rounds).
     Upload 3d; PreFedSLite's is 1.01d.
     """
 
@@ -29,7 +30,7 @@ class PreFedS(Algorithm):
     """The decay of m, the moving average of the gradient."""
     beta2: Fraction = 0.999
     """The decay of P, the moving average of the squared distance from m."""
-    tau_relative: PositiveFloat = 1.0
+    tau_relative: PositiveFloat = 0.3
     """tau as a share of the root mean square of sqrt(P). Large values make the step Muon's."""
     iterations: NonNegativeInt = 5
     """Of Newton and Schulz; with 0 the momentum is only divided by its norm."""
@@ -41,6 +42,9 @@ class PreFedS(Algorithm):
     """The codec of m on its way to the server."""
     P_codec: CodecName = "exact"
     """The codec of P on its way to the server."""
+    mean_of_rounds: NonNegativeFloat | None = 4.0
+    """The model is the mean of the global weights over rounds, later ones counting more; None for
+    the last weights."""
 
     def client_rule(self) -> Rule:
         betas = self.beta1, self.beta2

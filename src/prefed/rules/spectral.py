@@ -48,7 +48,7 @@ class Spectral(Rule):
 
     beta1: Fraction = 0.95
     beta2: Fraction = 0.999
-    tau_relative: PositiveFloat = 1.0
+    tau_relative: PositiveFloat = 0.3
     iterations: NonNegativeInt = 5
     plain: tuple[str, ...] = ("*embed*",)
     plain_lr: PositiveFloat = 0.1

@@ -386,8 +386,9 @@ DEFAULTS |= {
         "uniform": None,
     },
     "prefeds": {
-        "beta1": 0.95, "beta2": 0.999, "tau_relative": 1.0, "iterations": 5, "plain_lr": 0.1,
+        "beta1": 0.95, "beta2": 0.999, "tau_relative": 0.3, "iterations": 5, "plain_lr": 0.1,
         "tensors": None, "upload": "exact", "m_codec": "exact", "P_codec": "exact",
+        "mean_of_rounds": 4.0,
     },
     "fedmuon": {
         "momentum": "control", "beta": 0.95, "iterations": 5, "adam_lr": 0.1, "tensors": None,
