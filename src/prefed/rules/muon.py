@@ -1,10 +1,10 @@
 """Muon: momentum whose singular values are all brought near one, for weight matrices."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from pydantic import NonNegativeInt, PositiveFloat
@@ -13,7 +13,8 @@ from torch import Tensor
 from prefed.core.errors import PrefedError
 from prefed.core.layout import Entry, Layout
 from prefed.rules.covariance_matrix import matrices, part
-from prefed.rules.rule import RULES, Field, Fraction, Rule, State, accumulate, grow_mass
+from prefed.rules.fitted import Fitted
+from prefed.rules.rule import RULES, Field, Fraction, State, accumulate, grow_mass
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Jordan's quintic: after five iterations singular values lie between about 0.7 and 1.2."""
@@ -38,7 +39,7 @@ class Matrix:
 
 @RULES.register("muon")
 @dataclass(frozen=True)
-class Muon(Rule):
+class Muon(Fitted):
     """Jordan et al. 2024: momentum = beta*momentum + (1 - beta)*g, and for each weight matrix
     w -= lr * sqrt(max(1, rows/columns)) * orthogonal(momentum), by Newton-Schulz iterations.
     Convolutions are matrices (out, in * kernel). All that is no matrix, and what `adam` names, is
@@ -67,14 +68,6 @@ class Muon(Rule):
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
     tau: PositiveFloat = 1e-10
-
-    layout: Layout | None = field(default=None, init=False, repr=False)
-    """Known after `fit`."""
-
-    def fit(self, layout: Layout) -> Self:
-        fitted = replace(self)
-        object.__setattr__(fitted, "layout", layout)
-        return fitted
 
     def fields(self, layout: Layout) -> dict[str, Field]:
         fitted = self.fit(layout)

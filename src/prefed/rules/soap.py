@@ -1,9 +1,9 @@
 """SOAP: Adam in the eigenbasis of Shampoo's two factors of each weight matrix."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from prefed.core.layout import Entry, Layout
 from prefed.rules.covariance_matrix import matrices, part
-from prefed.rules.rule import RULES, Field, Fraction, Rule, State, grow_mass
+from prefed.rules.fitted import Fitted
+from prefed.rules.rule import RULES, Field, Fraction, State, grow_mass
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Weights:
 
 @RULES.register("soap")
 @dataclass(frozen=True)
-class SOAP(Rule):
+class SOAP(Fitted):
     """Vyas et al. 2024: for each weight matrix L = beta2*L + (1 - beta2)*G G^T and R, with G^T G,
     and Adam (m, v) in their eigenvectors: v of the turned gradient, m turned when it is used.
     Convolutions are matrices (out, in * kernel); biases and other vectors are trained by Adam.
@@ -75,14 +76,6 @@ class SOAP(Rule):
     tau: PositiveFloat = 1e-8
     refresh: PositiveInt = 10
     largest_side: PositiveInt = 256
-
-    layout: Layout | None = field(default=None, init=False, repr=False)
-    """Known after `fit`."""
-
-    def fit(self, layout: Layout) -> Self:
-        fitted = replace(self)
-        object.__setattr__(fitted, "layout", layout)
-        return fitted
 
     def fields(self, layout: Layout) -> dict[str, Field]:
         vector, factors = (layout.size,), (sum(s.size**2 for s in self.fit(layout).sides),)

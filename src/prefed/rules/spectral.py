@@ -1,10 +1,10 @@
 """PreFed's m and P, with a step whose singular values are near one for weight matrices."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from pydantic import NonNegativeInt, PositiveFloat
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from prefed.core.layout import Entry, Layout
 from prefed.rules.covariance_matrix import matrices
+from prefed.rules.fitted import Fitted
 from prefed.rules.muon import orthogonal
-from prefed.rules.rule import RULES, Field, Fraction, Rule, State, accumulate, grow_mass
+from prefed.rules.rule import RULES, Field, Fraction, State, accumulate, grow_mass
 
 TINY = 1e-30
 """Where P, or a gradient, is zero all over."""
@@ -21,7 +22,7 @@ TINY = 1e-30
 
 @RULES.register("spectral")
 @dataclass(frozen=True)
-class Spectral(Rule):
+class Spectral(Fitted):
     """m and P as in the covariance rule, both corrected for their start at zero:
 
         m = beta1*m + (1 - beta1)*g
@@ -52,14 +53,6 @@ class Spectral(Rule):
     iterations: NonNegativeInt = 5
     plain: tuple[str, ...] = ("*embed*",)
     plain_lr: PositiveFloat = 0.1
-
-    layout: Layout | None = field(default=None, init=False, repr=False)
-    """Known after `fit`."""
-
-    def fit(self, layout: Layout) -> Self:
-        fitted = replace(self)
-        object.__setattr__(fitted, "layout", layout)
-        return fitted
 
     def fields(self, layout: Layout) -> dict[str, Field]:
         vector, mass = (layout.size,), Field((1,), nonnegative=True)
