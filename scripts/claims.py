@@ -65,9 +65,13 @@ CLAIMS = [
         Claim(f"(not in the paper) PreFedM outperforms {theirs}", "PreFedM", theirs)
         for theirs in ("FedAvgM", "FedAdam", "AdaAlter", "FedAvg", "PreFed", "FedAdamW")
     ),
+    *(
+        Claim(f"(not in the paper) PreFedS outperforms {theirs}", "PreFedS", theirs)
+        for theirs in ("FedMuon", "FedPAC", "PreFedM", "FedAvgM", "FedAdam", "AdaAlter", "PreFed")
+    ),
 ]  # fmt: skip
 
-CHOSEN = ("PreFedM", "PreFedMLite")
+CHOSEN = ("PreFedS", "PreFedSLite", "PreFedM", "PreFedMLite")
 """Algorithms that should be first in every study, or level with the first."""
 MEANT = ", mean of rounds"
 """What lines are called that were given such a mean besides what their papers have."""
@@ -121,7 +125,8 @@ def places(studies: dict[str, Any]) -> list[str]:
             rows = {row["label"]: row for row in study["lines"] if row.get("mean") is not None}
             if chosen not in rows:
                 continue
-            others = [label for label in rows if not label.startswith("PreFedM")]
+            own = chosen.removesuffix("Lite")
+            others = [label for label in rows if not label.startswith(own)]
             meant = [label for label in others if label.endswith(MEANT)]
             cells = [place(chosen, [n for n in others if n not in meant], study, rows)]
             cells += [place(chosen, meant, study, rows)] if meant else [" | "]

@@ -40,7 +40,7 @@ STUDY = {"cifar10-small": "cifar10-noniid", "cifar10-small-iid": "cifar10-iid"}
 ALGORITHMS = [
     "fedavg", "fedavgm", "fedprox", "scaffold", "fedadagrad", "fedadam", "fedyogi", "adaalter",
     "localadam", "fedcm", "fedlada", "fedadamw", "fedlion", "fedmuon", "mimelite", "fedpac",
-    "prefed", "prefedlite", "prefedopt", "prefedm", "prefedmlite",
+    "prefed", "prefedlite", "prefedopt", "prefedm", "prefedmlite", "prefeds", "prefedslite",
 ]  # fmt: skip
 Job = tuple[str, str, int]
 

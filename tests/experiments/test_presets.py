@@ -39,6 +39,7 @@ SLOW = {"paper-cifar10-iid", "paper-cifar100-iid"}
 
 
 @pytest.mark.long
+@pytest.mark.process  # some have the engine that compiles
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in presets()]
 )
