@@ -126,7 +126,8 @@ def test_gradients_are_those_of_autograd(dtype: torch.dtype, batch: int, last: b
     ],
     ids=str,
 )  # fmt: skip
-def test_rules_in_c_are_those_in_torch(rule: Rule) -> None:
+@pytest.mark.parametrize("by_number", [False, True])
+def test_rules_in_c_are_those_in_torch(rule: Rule, by_number: bool) -> None:
     """Thirty steps of two clients with weight decay, whose gradients are autograd's."""
     model = relus()
     layout = Layout.of(model.named_parameters())
@@ -144,9 +145,9 @@ def test_rules_in_c_are_those_in_torch(rule: Rule) -> None:
     assert lines is not None
     step = program.rule(lines, [*fields])
     w, g = theirs[0], torch.empty_like(start)
-    program.steps(
-        step, *mine, [5] * steps, x, y, losses, lr=0.01, decay=0.02, g=g[0], scratch=scratch
-    )
+    memory = w.new_empty(program.room(mine[1], 5))
+    given = (x.flatten(0, 1), y, torch.arange(y.numel()).view_as(y)) if by_number else (x, y, None)
+    program.steps(step, *mine, [5] * steps, *given, losses, 0.01, 0.02, memory, scratch)
     for k in range(steps):
         part = slice(5 * k, 5 * k + 5)
         program.gradients(w, g, x[:, part], y[:, part], torch.zeros(2).double(), scratch)
@@ -357,3 +358,27 @@ def test_vectors_hold_every_batch(capability: str) -> None:
             assert found.width % found.lanes == 0
             parts = np.ceil(batch / found.width)
             assert parts * found.width < batch + parts * found.lanes
+
+
+def test_samples_by_number_are_those_that_were_copied() -> None:
+    """Clients that are parts of one data set are not gathered; a list of arrays is."""
+    x, y = torch.randn(60, SIZES[0], dtype=torch.float64), torch.arange(60) % SIZES[2]
+    parts = [np.arange(c, 60, 6) for c in range(6)]
+    divided = prefed.FederatedData((x, y), parts=parts)
+    listed = prefed.FederatedData([(x[part], y[part]) for part in parts])
+    one, two = (run("prefed", relus(), "native", data=data) for data in (divided, listed))
+    assert torch.equal(one.weights, two.weights)
+
+
+def test_a_sample_that_is_not_there_is_refused() -> None:
+    x, y = torch.randn(60, SIZES[0], dtype=torch.float64), torch.arange(60) % SIZES[2]
+    program = Program(relus(), Layout.of(relus().named_parameters()), (SIZES[0],), x.dtype, 5)
+    step, scratch = program.rule(in_c(SGD()) or "", []), program.scratch()
+    w, memory = x.new_zeros(1, program.size), x.new_empty(program.room({}, 5))
+    for wrong in (-1, 60):
+        numbers = torch.tensor([[0, 1, 2, 3, wrong]])
+        with pytest.raises(IndexError, match="a sample that is not there"):
+            program.steps(
+                step, w, {}, [5], x, y[None, :5].clone(), numbers, x.new_zeros(1), 0.1, 0.0,
+                memory, scratch,
+            )  # fmt: skip

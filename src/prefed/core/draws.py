@@ -72,6 +72,27 @@ def batches(seed: int, round: int, client: int, samples: int, count: int) -> Num
     return _brief(seed, "batches", round, client).integers(samples, size=count)
 
 
+def batches_of(
+    seed: int, round: int, clients: Sequence[int], samples: Sequence[int], count: int
+) -> Numbers:
+    """`batches` of several clients, a row for each: the same numbers in a fraction of the time,
+    as NumPy makes them of the generator's bits (Lemire's method on 32 of them)."""
+    halves = -(-count // 2)
+    bits = np.empty((len(clients), halves), "<u8")
+    source = _brief(seed, "batches", round, 0).bit_generator
+    for row, client in zip(bits, clients, strict=True):
+        _local.state["state"]["counter"][2] = client
+        source.state = _local.state
+        row[:] = source.random_raw(halves)
+    high = np.array(samples, np.uint64)[:, None]
+    product = bits.view("<u4")[:, :count] * high
+    drawn = (product >> 32).astype(np.int64)
+    again = ((product & 0xFFFFFFFF) < (2**32 - high) % high) | (high >= 2**32)
+    for place in np.flatnonzero(again.any(1)).tolist():  # there, NumPy draws once more
+        drawn[place] = batches(seed, round, clients[place], samples[place], count)
+    return drawn
+
+
 def epochs(seed: int, round: int, client: int, samples: int, count: int) -> Numbers:
     """`count` sample indices: one shuffled pass over the samples after another. A batch may reach
     into the next pass, so all are of one size, and no sample is used more than once more often

@@ -22,6 +22,7 @@ from prefed.data.samples import (
     to_samples,
 )
 
+Numbers = draws.Numbers
 Transform = Callable[[Inputs], Inputs]
 Augment = Callable[[Inputs, np.random.Generator], Inputs]
 """A batch of x and a generator keyed to it -> the batch with random changes."""
@@ -90,6 +91,12 @@ class Partition:
             raise IndexError(client)
         start = int(self.ends[client - 1]) if client else 0
         return self.whole.part(self.order[start : int(self.ends[client])])
+
+    def places(self, clients: Sequence[int]) -> tuple[Numbers, Numbers]:
+        """Where in `order` the samples of each begin, and how many they are."""
+        numbers = np.asarray(clients)
+        starts = np.where(numbers > 0, self.ends[numbers - 1], 0)
+        return starts, self.ends[numbers] - starts
 
     @property
     def used(self) -> Samples:
@@ -228,6 +235,15 @@ class FederatedData:
         if self._sizes[number] < 0:
             self.client(number)
         return int(self._sizes[number])
+
+    def places(self, clients: Sequence[int]) -> tuple[Partition, Numbers, Numbers] | None:
+        """If all are parts of one data set in memory: this, where in its order the samples of each
+        begin, and how many they are."""
+        if not isinstance(self.clients, Partition) or _is_lazy(self.clients.whole):
+            return None
+        starts, sizes = self.clients.places(clients)
+        self._sizes[[*clients]] = sizes
+        return self.clients, starts, sizes
 
     def at_hand(self) -> "FederatedData":
         """The same for a block of clients, while it trains: who is made on demand is made once."""

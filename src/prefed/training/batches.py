@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,6 +59,18 @@ def sample_numbers(settings: Settings, round: int, client: int, samples: int) ->
     assert settings.batch_size is not None
     count = (settings.local_epochs or 0) * samples or settings.steps(samples) * settings.batch_size
     return DRAWS[settings.batches](settings.seed, round, client, samples, count)
+
+
+def sample_numbers_of(
+    settings: Settings, round: int, clients: Sequence[int], sizes: Sequence[int]
+) -> draws.Numbers:
+    """`sample_numbers` of clients that use equally many, a row for each."""
+    if settings.batches == "replacement" and settings.local_epochs is None:
+        assert settings.batch_size is not None
+        count = settings.steps(sizes[0]) * settings.batch_size
+        return draws.batches_of(settings.seed, round, clients, sizes, count)
+    each = zip(clients, sizes, strict=True)
+    return np.stack([sample_numbers(settings, round, client, size) for client, size in each])
 
 
 def augmented(

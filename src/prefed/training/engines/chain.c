@@ -408,26 +408,60 @@ int gradients(int64_t clients, int64_t samples, const real *w, real *g, int64_t 
 /* A step of a client rule on the weights and the state of one client: a program of its own (rule.c). */
 typedef void Rule(real *w, const real *g, real *const *state, real lr);
 
-enum { MOST_FIELDS = 16 };
+enum { MOST_FIELDS = 16, PAGE = 4096, APART = 13 * 64 }; /* bytes; a cache line has 64 */
 
-/* All local steps of each client, one client after another, so that its vectors stay in the cache.
-   Step k takes sizes[k] samples from starts[k] on; field f of the state is rows of (clients, rows[f]). */
-int steps(int64_t clients, int64_t count, const int64_t *starts, const int64_t *sizes, real *w,
-          const real *x, int64_t x_row, const int64_t *y, int64_t y_row, real *losses, Rule *rule,
-          int fields, real *const *state, const int64_t *rows, double lr, double decay, real *g,
-          real *scratch)
+/* Room for the n-th vector in `*memory`, of so many numbers: at the beginning of a cache line, and not as
+   far into its page as the vectors before it. It takes at most two pages more than the numbers do. */
+static real *room(real **memory, int n, int64_t numbers)
 {
+    uintptr_t page = ((uintptr_t)*memory + PAGE - 1) / PAGE * PAGE;
+    real *start = (real *)(page + n * APART % PAGE);
+    *memory = start + numbers;
+    return start;
+}
+
+/* The samples of these numbers, one behind another; -2 if one is none of x. */
+static int gather(int64_t count, const int64_t *numbers, int64_t samples, const real *x, real *into)
+{
+    for (int64_t b = 0; b < count; b++) {
+        if (numbers[b] < 0 || numbers[b] >= samples) return -2;
+        memcpy(into + b * FEATURES, x + numbers[b] * FEATURES, FEATURES * sizeof(real));
+    }
+    return 0;
+}
+
+/* All local steps of each client, one client after another, so that its vectors stay in the cache. They
+   are copied for it: a rule that walks along several vectors takes half the time where none of them
+   begins within a cache line, or as far into its page as another.
+   Step k takes sizes[k] samples from starts[k] on. They lie in x as they lie in y, `x_row` numbers from
+   client to client; or, if there are `numbers`, these say for each of y which of the `samples` in x it is.
+   Field f of the state is rows of lengths[f]. -2 if a number is none of x. */
+int steps(int64_t clients, int64_t count, const int64_t *starts, const int64_t *sizes, real *w,
+          const real *x, int64_t x_row, const int64_t *numbers, int64_t samples, const int64_t *y,
+          int64_t y_row, real *losses, Rule *rule, int fields, real *const *state, const int64_t *lengths,
+          double lr, double decay, real *memory, real *scratch)
+{
+    real *own[MOST_FIELDS], *g = room(&memory, 0, SIZE), *own_w = room(&memory, 1, SIZE);
+    int64_t largest = 0;
+    for (int64_t k = 0; k < count; k++) largest = sizes[k] > largest ? sizes[k] : largest;
+    real *batch = numbers ? room(&memory, 2, largest * FEATURES) : 0;
+    for (int f = 0; f < fields; f++) own[f] = room(&memory, f + 3, lengths[f]);
     for (int64_t c = 0; c < clients; c++) {
-        real *own[MOST_FIELDS];
-        for (int f = 0; f < fields; f++) own[f] = state[f] + c * rows[f];
+        memcpy(own_w, w + c * SIZE, SIZE * sizeof(real));
+        for (int f = 0; f < fields; f++)
+            memcpy(own[f], state[f] + c * lengths[f], lengths[f] * sizeof(real));
         for (int64_t k = 0; k < count; k++) {
-            if (gradient(w + c * SIZE, g, x + c * x_row + starts[k] * FEATURES, y + c * y_row + starts[k],
-                         sizes[k], losses + c, scratch))
-                return -1;
+            int64_t first = c * y_row + starts[k];
+            if (numbers && gather(sizes[k], numbers + first, samples, x, batch)) return -2;
+            const real *its = numbers ? batch : x + c * x_row + starts[k] * FEATURES;
+            if (gradient(own_w, g, its, y + first, sizes[k], losses + c, scratch)) return -1;
             if (decay != 0)
-                for (int64_t i = 0; i < SIZE; i++) g[i] += (real)decay * w[c * SIZE + i];
-            rule(w + c * SIZE, g, own, (real)lr);
+                for (int64_t i = 0; i < SIZE; i++) g[i] += (real)decay * own_w[i];
+            rule(own_w, g, own, (real)lr);
         }
+        memcpy(w + c * SIZE, own_w, SIZE * sizeof(real));
+        for (int f = 0; f < fields; f++)
+            memcpy(state[f] + c * lengths[f], own[f], lengths[f] * sizeof(real));
     }
     return 0;
 }

@@ -13,7 +13,7 @@ It needs a C compiler. What cannot be written in C trains without it, after one 
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from prefed.rules.rule import in_c
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
 from prefed.training.engines.native_chains import NotNative, Program
 from prefed.training.engines.sequential import Sequential
-from prefed.training.engines.stacked_batches import Group, Stack, Unequal
+from prefed.training.engines.stacked_batches import Alike, Named, Stack, Unequal
 from prefed.training.engines.vectorised import Rows, Vectorised, VectorisedBlock
 from prefed.training.settings import Settings
 from prefed.training.task import Task
@@ -43,6 +43,8 @@ BLOCK_SIZE = 1 << 19
 are several blocks for workers to share."""
 TOGETHER = 1 << 22
 """Numbers of samples that are prepared at a time."""
+Work = tuple[Tensor, Tensor, Tensor | None]
+"""x and y of some clients (C, B, ...); or all x there are, y (C, B), and their numbers (C, B)."""
 
 
 @ENGINES.register("native")
@@ -89,7 +91,8 @@ class Native(Vectorised):
         weights, size = task.flat.weights, settings.batch_size or len(first)
         self.program = Program(task.flat.module, task.flat.layout, self.shape, weights.dtype, size)
         self.scratch = self.program.scratch()
-        self.one_gradient = torch.empty_like(weights)
+        self.one_client = weights.new_empty(0)
+        """Memory for the vectors of a client that is taking its steps."""
         self.no_rules: set[str] = set()
         """Lines that the compiler has refused."""
 
@@ -154,9 +157,9 @@ class NativeBlock(VectorisedBlock):
             return super().run_steps(algorithm, rule, state, lr)
         losses = self.weights.new_zeros(len(self.clients))
         for stack in self.stacks:
-            for rows, sizes, x, y in self._work(stack):
+            for rows, sizes, samples in self._work(stack):
                 part = {name: value[rows] for name, value in state.items()}
-                self._steps(step, part, rows, sizes, x, y, losses, lr, algorithm.weight_decay)
+                self._steps(step, part, rows, sizes, samples, losses, lr, algorithm.weight_decay)
         return losses
 
     @timed("local steps in C")
@@ -166,16 +169,17 @@ class NativeBlock(VectorisedBlock):
         state: State,
         rows: slice,
         sizes: list[int],
-        x: Tensor,
-        y: Tensor,
+        samples: Work,
         losses: Tensor,
         lr: float,
         decay: float,
     ) -> None:
         engine = self.engine
+        if len(engine.one_client) < (needed := engine.program.room(state, max(sizes))):
+            engine.one_client = self.weights.new_empty(needed)
         engine.program.steps(
-            rule, self.weights[rows], state, sizes, x, y, losses[rows], lr, decay,
-            engine.one_gradient, engine.scratch,
+            rule, self.weights[rows], state, sizes, *samples, losses[rows], lr, decay,
+            engine.one_client, engine.scratch,
         )  # fmt: skip
 
     def _in_c(self, stack: Stack) -> bool:
@@ -185,8 +189,19 @@ class NativeBlock(VectorisedBlock):
             if self.data.augment is not None or any(isinstance(s, LazySamples) for s in held):
                 return False
             return all(self._fits(stack, samples.x, samples.y, 1) for samples in held)
-        rows = isinstance(stack, Group) and isinstance(stack.rows, slice)
-        return rows and isinstance(stack, Group) and self._fits(stack, stack.x, stack.y, 2)
+        if not isinstance(stack, Alike) or not isinstance(stack.rows, slice):
+            return False
+        if self._by_number(stack):
+            return self._fits(stack, stack.whole.x, stack.whole.y, 1)
+        return self._fits(stack, stack.x, stack.y, 2)
+
+    def _by_number(self, stack: Stack) -> TypeGuard[Named]:
+        """The program can take its samples from where they lie."""
+        if not isinstance(stack, Named) or self.engine.task.transform is not None:
+            return False
+        x = stack.whole.x
+        alike = isinstance(x, Tensor) and x.dtype == self.weights.dtype
+        return alike and isinstance(x, Tensor) and x.is_contiguous()
 
     def _fits(self, stack: Stack, x: Inputs, y: Any, dimensions: int) -> bool:
         if not (isinstance(x, Tensor) and isinstance(y, Tensor) and y.dim() == dimensions):
@@ -194,7 +209,7 @@ class NativeBlock(VectorisedBlock):
         right = x.shape[dimensions:] == self.engine.raw_shape and are_labels(y)
         return right and self.engine.simple(stack, y)
 
-    def _work(self, stack: Stack) -> Iterator[tuple[slice, list[int], Tensor, Tensor]]:
+    def _work(self, stack: Stack) -> Iterator[tuple[slice, list[int], Work]]:
         """Rows of the block, the sizes of batches that follow one another, and their samples."""
         engine = self.engine
         if isinstance(stack, Unequal):
@@ -204,19 +219,23 @@ class NativeBlock(VectorisedBlock):
                 for part in self._together(pairs):
                     yield slice(row, row + 1), *part
             return
-        assert isinstance(stack, Group)
+        assert isinstance(stack, Alike)
         assert isinstance(stack.rows, slice)
         steps = self.steps[0]
+        if self._by_number(stack):
+            x, y, numbers = stack.whole.x, stack.y.to(torch.int64), stack.numbers
+            yield stack.rows, [stack.size] * steps, (x, y.contiguous(), numbers)
+            return
         if stack.size is not None and engine.task.transform is not None:
             for part in self._together(stack.batch(k) for k in range(steps)):
                 yield stack.rows, *part
             return
         x, y = self._samples(stack.x, stack.y)
         if stack.size is not None:
-            yield stack.rows, [stack.size] * steps, x, y
+            yield stack.rows, [stack.size] * steps, (x, y, None)
         else:
             for _ in range(steps):
-                yield stack.rows, [y.shape[1]], x, y
+                yield stack.rows, [y.shape[1]], (x, y, None)
 
     def _samples(self, x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
         if (found := self.engine.samples(x, y)) is None:
@@ -225,7 +244,7 @@ class NativeBlock(VectorisedBlock):
 
     def _together(
         self, pairs: Iterator[tuple[Inputs, Tensor]]
-    ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    ) -> Iterator[tuple[list[int], Work]]:
         """Batches side by side, as many as fit."""
         xs: list[Tensor] = []
         ys: list[Tensor] = []
@@ -236,7 +255,7 @@ class NativeBlock(VectorisedBlock):
             ys.append(y)
             size += x.numel()
             if size > TOGETHER:
-                yield [y.shape[1] for y in ys], torch.cat(xs, 1), torch.cat(ys, 1)
+                yield [y.shape[1] for y in ys], (torch.cat(xs, 1), torch.cat(ys, 1), None)
                 xs, ys, size = [], [], 0
         if xs:
-            yield [y.shape[1] for y in ys], torch.cat(xs, 1), torch.cat(ys, 1)
+            yield [y.shape[1] for y in ys], (torch.cat(xs, 1), torch.cat(ys, 1), None)

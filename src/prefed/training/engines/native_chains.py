@@ -25,6 +25,8 @@ from prefed.training.engines.linear_chains import chain
 TYPES = {torch.float32: ("float", "int32_t", 4), torch.float64: ("double", "int64_t", 8)}
 KINDS = (nn.Identity, nn.Flatten, nn.Linear, nn.Conv2d, nn.ReLU, nn.MaxPool2d)
 LARGEST_KERNEL, MOST_LAYERS, MOST_FIELDS = 7, 8, 16
+PAGE = 4096
+"""Bytes, as chain.c has it."""
 LARGEST_UNROLLED = 1 << 16
 """Numbers between two layers of a sample, at most: beyond, what is between layers leaves the cache,
 and torch's own convolutions are better at it."""
@@ -102,7 +104,7 @@ class Program:
         self, module: nn.Module, layout: Layout, sample: Shape, dtype: torch.dtype, batch: int
     ) -> None:
         self.source, self.memory = write(module, layout, sample, dtype, batch)
-        self.dtype, self.size = dtype, layout.size
+        self.dtype, self.size, self.features = dtype, layout.size, math.prod(sample)
 
     @cached_property
     def library(self) -> ctypes.CDLL:
@@ -141,6 +143,13 @@ class Program:
         ]
         return compiled("\n".join(source)).rule
 
+    def room(self, state: Mapping[str, Tensor], batch: int) -> int:
+        """How many numbers hold the weights, the gradient, a batch and this state of one client in
+        `steps`, each with two pages around it."""
+        own = [value[0].numel() for value in state.values()]
+        numbers = [self.size, self.size, batch * self.features, *own]
+        return sum(numbers) + 2 * PAGE // self.dtype.itemsize * len(numbers)
+
     def steps(
         self,
         rule: Any,
@@ -149,23 +158,26 @@ class Program:
         sizes: Sequence[int],
         x: Tensor,
         y: Tensor,
+        numbers: Tensor | None,
         losses: Tensor,
         lr: float,
         decay: float,
-        g: Tensor,
+        memory: Tensor,
         scratch: Tensor,
     ) -> None:
         """Local steps of each client with a rule in C, on batches of these sizes that follow one
-        another in x and y. The sums of the losses are added to `losses`."""
+        another in y (C, ...) and in x, or whose samples in x have these numbers (C, ...). The sums
+        of the losses are added to `losses`. `memory` is for what `room` says."""
         starts = [0, *accumulate(sizes)][:-1]
         integers, fields = ctypes.c_int64 * len(sizes), list(state.values())
         failed = self.library.steps(
             ctypes.c_int64(len(w)), ctypes.c_int64(len(sizes)), integers(*starts),
-            integers(*sizes), pointer(w), pointer(x), ctypes.c_int64(x.stride(0)), pointer(y),
+            integers(*sizes), pointer(w), pointer(x), ctypes.c_int64(x.stride(0)),
+            None if numbers is None else pointer(numbers), ctypes.c_int64(len(x)), pointer(y),
             ctypes.c_int64(y.stride(0)), pointer(losses), rule, len(fields),
             (ctypes.c_void_p * len(fields))(*(value.data_ptr() for value in fields)),
-            (ctypes.c_int64 * len(fields))(*(value.stride(0) for value in fields)),
-            ctypes.c_double(lr), ctypes.c_double(decay), pointer(g), pointer(scratch),
+            (ctypes.c_int64 * len(fields))(*(value[0].numel() for value in fields)),
+            ctypes.c_double(lr), ctypes.c_double(decay), pointer(memory), pointer(scratch),
         )  # fmt: skip
         _raise_if(failed)
 
@@ -176,7 +188,8 @@ def pointer(tensor: Tensor) -> ctypes.c_void_p:
 
 def _raise_if(failed: int) -> None:
     if failed:
-        raise IndexError("a label is none of the model's classes")
+        what = "a label is none of the model's classes", "a client has a sample that is not there"
+        raise IndexError(what[-failed - 1])
 
 
 def _text(name: str) -> str:

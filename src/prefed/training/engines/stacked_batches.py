@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from prefed.core.errors import PrefedError
 from prefed.core.losses import are_labels
 from prefed.data import FederatedData, Samples
 from prefed.data.samples import LazySamples
-from prefed.training.batches import NO_LIMITS, Batches, sample_numbers
+from prefed.training.batches import NO_LIMITS, Batches, sample_numbers_of
 from prefed.training.settings import Settings
 
 Part = tuple[slice | Tensor, Inputs, Tensor]
@@ -32,8 +31,7 @@ class Stack(Protocol):
         """Some of the targets are labels of no class."""
 
 
-@dataclass(frozen=True)
-class Group:
+class Alike:
     """Clients of a block whose batches have the same shape."""
 
     rows: slice | Tensor
@@ -41,7 +39,7 @@ class Group:
     x: Inputs
     """(n, all samples of the round, ...)"""
     y: Tensor
-    size: int | None = None
+    size: int | None
     """Samples in a batch; None if every step uses all of x and y."""
 
     @cached_property
@@ -60,6 +58,39 @@ class Group:
 
     def batches(self, k: int) -> Iterator[Part]:
         yield self.rows, *self.batch(k)
+
+
+@dataclass(frozen=True)
+class Group(Alike):
+    """Their samples, side by side."""
+
+    rows: slice | Tensor
+    x: Inputs
+    y: Tensor
+    size: int | None = None
+
+
+class Named(Alike):
+    """Samples of one data set by their numbers (n, all samples of the round): x is gathered when
+    it is first asked for, and not by an engine that can do without."""
+
+    size: int
+
+    def __init__(
+        self, rows: slice, whole: Samples, numbers: Tensor, size: int, device: torch.device
+    ) -> None:
+        self.rows, self.size, self.whole, self.numbers = rows, size, whole, numbers
+        self._device = device
+        self.y = self._side_by_side(whole.y.index_select(0, numbers.view(-1)))
+
+    def _side_by_side(self, leaf: Tensor) -> Tensor:
+        found: Tensor = leaf.to(self._device).unflatten(0, self.numbers.shape)
+        return found
+
+    @cached_property
+    def x(self) -> Inputs:
+        taken = batch.take(self.whole.x, self.numbers.view(-1))
+        return batch.mapped(self._side_by_side, taken)
 
 
 @dataclass(frozen=True)
@@ -149,32 +180,32 @@ def _drawn(
     round: int,
     settings: Settings,
     device: torch.device,
-) -> Group:
-    """All batches of a group at once: one gather if its clients are parts of one data set."""
-    clients = clients[rows]
+) -> Alike:
+    """All batches of a group at once."""
+    clients, size = clients[rows], settings.batch_size
+    assert size is not None
+    if (found := data.places(clients)) is not None:
+        partition, starts, sizes = found
+        numbers = sample_numbers_of(settings, round, clients, sizes.tolist())
+        numbers += starts[:, None]
+        of_whole = partition.order[torch.from_numpy(numbers)]
+        return Named(rows, partition.whole, of_whole, size, device)
     samples = [data.client(c) for c in clients]
-    sizes = [len(s) for s in samples]
-    numbers = [sample_numbers(settings, round, *of) for of in zip(clients, sizes, strict=True)]
-    drawn = torch.from_numpy(np.stack(numbers))
-    first, indices = samples[0], [s.index for s in samples if s.index is not None]
-    if len(indices) == len(samples) and all(s.is_of(first) for s in samples):
-        starts = torch.tensor([0, *sizes[:-1]]).cumsum(0).unsqueeze(1)
-        x, y = first.part(torch.cat(indices)).take((starts + drawn).view(-1))
-        x, y = (batch.mapped(lambda leaf: leaf.unflatten(0, drawn.shape), v) for v in (x, y))
-    else:
-        if any(isinstance(s, LazySamples) for s in samples):  # read what was drawn, and no more
-            samples = [Samples(*s.take(i)) for s, i in zip(samples, drawn, strict=True)]
-            first, drawn = samples[0], torch.arange(drawn.shape[1]).expand(drawn.shape)
-        for client, s in zip(clients, samples, strict=True):
-            if _kind(s) != _kind(first):
-                raise PrefedError(
-                    f"clients[{client}]: its samples are not of the shape and type of those of "
-                    f"clients[{clients[0]}]"
-                )
-        index = [s.numbers(of_one) for s, of_one in zip(samples, drawn, strict=True)]
-        x = batch.mapped(partial(_side_by_side, index), *(s.x for s in samples))
-        y = _side_by_side(index, *(s.y for s in samples))
-    return Group(rows, batch.moved(x, device), batch.moved(y, device), settings.batch_size)
+    drawn = torch.from_numpy(sample_numbers_of(settings, round, clients, [*map(len, samples)]))
+    first = samples[0]
+    if any(isinstance(s, LazySamples) for s in samples):  # read what was drawn, and no more
+        samples = [Samples(*s.take(i)) for s, i in zip(samples, drawn, strict=True)]
+        first, drawn = samples[0], torch.arange(drawn.shape[1]).expand(drawn.shape)
+    for client, s in zip(clients, samples, strict=True):
+        if _kind(s) != _kind(first):
+            raise PrefedError(
+                f"clients[{client}]: its samples are not of the shape and type of those of "
+                f"clients[{clients[0]}]"
+            )
+    index = [s.numbers(of_one) for s, of_one in zip(samples, drawn, strict=True)]
+    x = batch.mapped(partial(_side_by_side, index), *(s.x for s in samples))
+    y = _side_by_side(index, *(s.y for s in samples))
+    return Group(rows, batch.moved(x, device), batch.moved(y, device), size)
 
 
 def _side_by_side(index: list[Tensor], *arrays: Tensor) -> Tensor:
