@@ -242,9 +242,7 @@ class NativeBlock(VectorisedBlock):
             raise PrefedError("engine: data.transform gives samples of unequal shape: not native")
         return found
 
-    def _together(
-        self, pairs: Iterator[tuple[Inputs, Tensor]]
-    ) -> Iterator[tuple[list[int], Work]]:
+    def _together(self, pairs: Iterator[tuple[Inputs, Tensor]]) -> Iterator[tuple[list[int], Work]]:
         """Batches side by side, as many as fit."""
         xs: list[Tensor] = []
         ys: list[Tensor] = []
