@@ -194,3 +194,26 @@ def test_dirichlet_balanced_gives_up_with_advice() -> None:
         dirichlet_balanced(
             np.zeros(10, int), draws.generator(0, "s"), clients=5, alpha=1e-3, min_size=2
         )
+
+
+def test_labels_by_name() -> None:
+    labels = np.repeat(np.arange(3), 40)
+    sets = [[0, 2], [1], [2, 1], [2]]
+    parts = labels_per_client(labels, draws.generator(0, "s"), clients=4, sets=sets)
+    assert [np.unique(labels[part]).tolist() for part in parts] == [sorted(s) for s in sets]
+    assert sorted(np.concatenate([*parts]).tolist()) == [*range(120)]
+    assert [len(part) for part in parts] == [54, 20, 33, 13]
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        ([[0, 1], [2]], "2 for 3 clients"),
+        ([[0], [1], []], "client 2 should have"),
+        ([[0], [1, 2], [7]], r"client 2 should have one or more of the labels \[0, 1, 2\]"),
+        ([[0], [1], [1]], r"no client has the labels \[2\]"),
+    ],
+)
+def test_labels_by_name_are_checked(sets: list[list[int]], message: str) -> None:
+    with pytest.raises(prefed.PrefedError, match=message):
+        labels_per_client(np.arange(9) % 3, draws.generator(0, "s"), clients=3, sets=sets)

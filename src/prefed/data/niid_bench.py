@@ -1,5 +1,7 @@
 """The splits by label of NIID-Bench (Li et al. 2022), as its code has them."""
 
+from typing import Any
+
 import numpy as np
 
 from prefed.core.errors import PrefedError
@@ -7,13 +9,20 @@ from prefed.data.dataset import SPLITS
 from prefed.data.federated import Parts
 from prefed.data.splits import Labels, check_labels, check_size
 
+Has = np.ndarray[Any, np.dtype[np.bool_]]
+"""(clients, labels): who has which."""
 ATTEMPTS = 1000
 """Draws of `dirichlet-balanced`, after which it gives up."""
 
 
 @SPLITS.register("labels")
 def labels_per_client(
-    labels: Labels, generator: np.random.Generator, *, clients: int, per_client: int = 2
+    labels: Labels,
+    generator: np.random.Generator,
+    *,
+    clients: int,
+    per_client: int = 2,
+    sets: list[list[int]] | None = None,
 ) -> Parts:
     """NIID-Bench's #C = k: every client has samples of `per_client` labels and of no other.
 
@@ -22,9 +31,23 @@ def labels_per_client(
 
     clients     how many, at least as many as labels
     per_client  the labels of each
+    sets        the labels of each client by name, in place of drawn ones: [[0, 7], [1, 6], ...]
     """
     check_labels(labels, "labels")
     names = np.unique(labels)
+    has = _drawn(names, generator, clients, per_client) if sets is None else _given(names, sets)
+    if len(has) != clients:
+        raise PrefedError(f"data.split.sets: there are {len(has)} for {clients} clients")
+    parts: list[list[Labels]] = [[] for _ in range(clients)]
+    for column, label in enumerate(names):
+        owners = np.flatnonzero(has[:, column])
+        members = generator.permutation(np.flatnonzero(labels == label))
+        for owner, part in zip(owners, np.array_split(members, len(owners)), strict=True):
+            parts[owner].append(part)
+    return _parts([np.concatenate(part) for part in parts])
+
+
+def _drawn(names: Labels, generator: np.random.Generator, clients: int, per_client: int) -> Has:
     if not 1 <= per_client <= len(names):
         raise PrefedError(f"data.split.per_client: should be from 1 to {len(names)}, the labels")
     if clients < len(names):
@@ -37,13 +60,22 @@ def labels_per_client(
         first = client % len(names)
         others = np.delete(np.arange(len(names)), first)
         has[client, [first, *generator.permutation(others)[: per_client - 1]]] = True
-    parts: list[list[Labels]] = [[] for _ in range(clients)]
-    for column, label in enumerate(names):
-        owners = np.flatnonzero(has[:, column])
-        members = generator.permutation(np.flatnonzero(labels == label))
-        for owner, part in zip(owners, np.array_split(members, len(owners)), strict=True):
-            parts[owner].append(part)
-    return _parts([np.concatenate(part) for part in parts])
+    return has
+
+
+def _given(names: Labels, sets: list[list[int]]) -> Has:
+    has = np.zeros((len(sets), len(names)), bool)
+    for client, own in enumerate(sets):
+        if not own or not np.isin(own, names).all():
+            raise PrefedError(
+                f"data.split.sets: client {client} should have one or more of the labels "
+                f"{names.tolist()}, not {own}"
+            )
+        has[client] = np.isin(names, own)
+    if not has.any(0).all():
+        missing = names[~has.any(0)].tolist()
+        raise PrefedError(f"data.split.sets: no client has the labels {missing}")
+    return has
 
 
 @SPLITS.register("dirichlet-balanced")
