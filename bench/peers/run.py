@@ -29,8 +29,8 @@ from prefed.core.errors import PrefedError
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 REQUIREMENTS = {
-    "pfl": ["torch", "numpy", "pfl[pytorch]"],
-    "flower": ["torch", "numpy", "flwr[simulation]"],
+    "pfl": ["torch", "pfl[pytorch]"],
+    "flower": ["torch", "flwr[simulation]"],
     # Newer versions of JAX lack what the released fedjax uses.
     "fedjax": ["fedjax==0.0.17", "jax[cpu]==0.4.20", "numpy<2", "scipy<1.13", "optax<0.2",
                "dm-haiku<0.0.12", "setuptools"],
@@ -95,11 +95,16 @@ def environment(name: str, folder: Path) -> Path:
     if not done.exists():
         print(f"installing {name} ...", flush=True)
         venv.create(home, with_pip=True)
-        constraints = [] if name == "fedjax" else ["-c", str(ROOT / "constraints.txt")]
-        command = [str(home / "bin/pip"), "install", "-q", *constraints, *REQUIREMENTS[name]]
+        command = [str(home / "bin/pip"), "install", "-q", *map(pinned, REQUIREMENTS[name])]
         subprocess.run(command, check=True)
         done.touch()
     return home / "bin/python"
+
+
+def pinned(requirement: str) -> str:
+    """torch in the version that prefed is tested with; the rest as the framework asks for it."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return next((line for line in lines if line.startswith(f"{requirement}==")), requirement)
 
 
 def start(name: str, command: list[str], log: Path) -> Peer:
