@@ -17,3 +17,9 @@ def test_batches_of_many_clients_are_those_of_each(count: int) -> None:
     found = draws.batches_of(3, 4, clients, sizes, count)
     for row, client, size in zip(found, clients, sizes, strict=True):
         np.testing.assert_array_equal(row, draws.batches(3, 4, client, size, count))
+
+
+def test_nothing_is_drawn_of_nothing() -> None:
+    for count in (1, 2):
+        with pytest.raises(ValueError, match="high <= 0"):
+            draws.batches_of(0, 0, [1, 2], [5, 0], count)

@@ -45,3 +45,14 @@ def test_means_in_memory_that_is_used_again(weights: list[float]) -> None:
         held.add(found["w"].data_ptr())
         memory.give(found.values())
     assert sum(map(len, memory._free.values())) <= 6  # the logarithm of the cohort, once
+
+
+def test_no_more_is_held_than_was_out() -> None:
+    """A mean of one block is in memory that was never taken from here."""
+    memory, value = Memory(), torch.ones(SMALL)
+    for _ in range(3):
+        memory.give([value.clone()])
+    first = memory.copy(value)
+    memory.give([first, value.clone()])
+    assert memory.copy(value).data_ptr() == first.data_ptr()
+    assert memory.copy(value).data_ptr() != first.data_ptr()

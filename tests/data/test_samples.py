@@ -13,6 +13,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, random_split
 
 import prefed
+from prefed.core import draws
+from prefed.training.engines.stacked_batches import gather
 from tests.helpers.problems import SIZES, tiny_model
 
 Image = pytest.importorskip("PIL.Image")
@@ -415,3 +417,19 @@ def test_labels_that_count_nowhere_and_losses_of_ones_own() -> None:
     train(data, loss=lambda output, y: loss(output, y.clamp(min=0)))
     with pytest.raises(prefed.PrefedError, match="label -100, but"):
         train(data)
+
+
+def test_a_block_reads_a_data_set_once() -> None:
+    """Clients that are parts of one data set, two of them of the same samples: what was drawn is
+    read together, each sample once."""
+    rows, parts = Rows(), [PARTS[0], PARTS[1], PARTS[0]]
+    data = prefed.FederatedData(rows, parts=parts)
+    settings, rows.read = prefed.Settings(rounds=1, local_steps=3, batch_size=5), []
+    (stack,) = gather(data, range(3), 0, settings, 10, torch.device("cpu"))
+    assert rows.read == sorted(set(rows.read))
+    _, x, y = next(stack.batches(1))
+    for row, part in enumerate(parts):
+        drawn = part[draws.batches(settings.seed, 0, row, len(part), 15)[5:10]]
+        assert isinstance(x, torch.Tensor)
+        assert torch.equal(x[row], X[drawn])
+        assert torch.equal(y[row], Y[drawn])

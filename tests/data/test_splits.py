@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import Subset, TensorDataset
 
 import prefed
 from prefed.core import draws
@@ -140,8 +142,12 @@ def test_labels_per_client(labels: list[int], clients: int, per_client: int, see
         with pytest.raises(prefed.PrefedError, match=r"per_client: should be|are fewer than"):
             labels_per_client(array, generator, clients=clients, per_client=per_client)
         return
-    parts = labels_per_client(array, generator, clients=clients, per_client=per_client)
-    check(parts, len(labels), clients, 0)
+    try:
+        parts = labels_per_client(array, generator, clients=clients, per_client=per_client)
+    except prefed.PrefedError:  # nobody is left empty
+        assert np.unique(array, return_counts=True)[1].min() < clients
+        return
+    check(parts, len(labels), clients, 1)
     assert all(len(np.unique(array[part])) <= per_client for part in parts)
     for client, part in enumerate(parts):
         owners = [i for i, p in enumerate(parts) if names[client % len(names)] in array[p]]
@@ -217,3 +223,18 @@ def test_labels_by_name() -> None:
 def test_labels_by_name_are_checked(sets: list[list[int]], message: str) -> None:
     with pytest.raises(prefed.PrefedError, match=message):
         labels_per_client(np.arange(9) % 3, draws.generator(0, "s"), clients=3, sets=sets)
+
+
+def test_labels_by_name_or_by_number() -> None:
+    labels, generator = np.arange(9) % 3, draws.generator(0, "s")
+    with pytest.raises(prefed.PrefedError, match="per_client or sets, not both"):
+        labels_per_client(labels, generator, clients=1, per_client=3, sets=[[0, 1, 2]])
+    with pytest.raises(prefed.PrefedError, match="client 3 would have no sample"):
+        labels_per_client(np.array([0, 1, 1, 2, 2]), generator, clients=5, per_client=1, sets=None)
+
+
+def test_a_subset_is_divided_by_its_own_numbers() -> None:
+    x, y = torch.arange(20.0)[:, None], torch.arange(20) % 2
+    subset = Subset(TensorDataset(x, y), [10, 11, 12, 13])
+    data = prefed.FederatedData(subset, parts=[[0, 3], [2, 1]])
+    assert [data.client(c).all()[0].flatten().tolist() for c in range(2)] == [[10, 13], [12, 11]]

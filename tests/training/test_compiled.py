@@ -71,18 +71,24 @@ def test_compiled_with_convolutions_threads_and_clipping() -> None:
 def result(
     engine: str, algorithm: prefed.Algorithm, model: nn.Module, **options: Any
 ) -> prefed.Result:
-    data = prefed.FederatedData(DATA, test=DATA[0])
+    data = options.pop("data", None) or prefed.FederatedData(DATA, test=DATA[0])
     given = {"rounds": 4, "local_steps": 2, "batch_size": 4, "device": "cpu", **options}
     return prefed.simulate(algorithm, model, data, engine=engine, **given)
 
 
 @pytest.mark.process
 def test_a_schedule_compiles_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = counted(monkeypatch)
+    """Whether clients are parts of one data set, or each has its own."""
     algorithm = prefed.PreFed(client_lr=prefed.schedule.cosine(0.05, rounds=4))
-    one, block = (result(engine, algorithm, chain(drop=0.0)) for engine in ENGINES)
-    same(one, block, 1e-9)
-    assert [steps.graphs for steps in made] == [1]
+    x, y = (torch.cat([client[i] for client in DATA]) for i in (0, 1))
+    ends = torch.tensor([len(client[1]) for client in DATA]).cumsum(0)
+    parts = torch.arange(len(y)).tensor_split(ends[:-1])
+    for data in (None, prefed.FederatedData((x, y), test=DATA[0], parts=parts)):
+        made = counted(monkeypatch)
+        one, block = (result(e, algorithm, chain(drop=0.0), data=data) for e in ENGINES)
+        same(one, block, 1e-9)
+        assert [steps.graphs for steps in made] == [1]
+        monkeypatch.undo()
 
 
 @pytest.mark.process

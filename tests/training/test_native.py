@@ -146,8 +146,9 @@ def test_rules_in_c_are_those_in_torch(rule: Rule, by_number: bool) -> None:
     step = program.rule(lines, [*fields])
     w, g = theirs[0], torch.empty_like(start)
     memory = w.new_empty(program.room(mine[1], 5))
-    given = (x.flatten(0, 1), y, torch.arange(y.numel()).view_as(y)) if by_number else (x, y, None)
-    program.steps(step, *mine, [5] * steps, *given, losses, 0.01, 0.02, memory, scratch)
+    numbers = torch.arange(y.numel()).view_as(y) if by_number else None
+    given = x.flatten(0, 1) if by_number else x
+    program.steps(step, *mine, [5] * steps, given, y, numbers, losses, 0.01, 0.02, memory, scratch)
     for k in range(steps):
         part = slice(5 * k, 5 * k + 5)
         program.gradients(w, g, x[:, part], y[:, part], torch.zeros(2).double(), scratch)

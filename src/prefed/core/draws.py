@@ -87,8 +87,9 @@ def batches_of(
     high = np.array(samples, np.uint64)[:, None]
     product = bits.view("<u4")[:, :count] * high
     drawn = (product >> 32).astype(np.int64)
-    again = ((product & 0xFFFFFFFF) < (2**32 - high) % high) | (high >= 2**32)
-    for place in np.flatnonzero(again.any(1)).tolist():  # there, NumPy draws once more
+    again = (product & 0xFFFFFFFF) < (2**32 - high) % np.maximum(high, 1)
+    again |= (high >= 2**32) | (high == 0)
+    for place in np.flatnonzero(again.any(1)).tolist():  # NumPy draws once more, or otherwise
         drawn[place] = batches(seed, round, clients[place], samples[place], count)
     return drawn
 

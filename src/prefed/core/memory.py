@@ -4,6 +4,7 @@ Memory that is fresh from the system costs several times as much as the arithmet
 has to be found and cleared.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -26,21 +27,25 @@ class Memory:
 
     def __init__(self) -> None:
         self._free: dict[tuple[object, ...], list[Tensor]] = {}
+        self._out: Counter[tuple[object, ...]] = Counter()
+        """How many of each kind are with others."""
 
     def copy(self, value: Tensor, weight: float = 1.0) -> Tensor:
         """The value, or a multiple of it, in memory of its own."""
         if value.numel() < SMALL:
             return value.clone() if weight == 1 else value * weight
         free = self._free.get(_kind(value))
+        self._out[_kind(value)] += 1
         into = (
             free.pop() if free else torch.empty_like(value, memory_format=torch.contiguous_format)
         )
         return into.copy_(value) if weight == 1 else torch.mul(value, weight, out=into)
 
     def give(self, values: Iterable[Tensor]) -> None:
-        """Take these back."""
+        """Take these back, or others for them: never more than there are out."""
         for value in values:
-            if value.numel() >= SMALL:
+            if value.numel() >= SMALL and self._out[_kind(value)] > 0:
+                self._out[_kind(value)] -= 1
                 self._free.setdefault(_kind(value), []).append(value)
 
 

@@ -95,6 +95,8 @@ class Partition:
     def places(self, clients: Sequence[int]) -> tuple[Numbers, Numbers]:
         """Where in `order` the samples of each begin, and how many they are."""
         numbers = np.asarray(clients)
+        if (numbers < 0).any():
+            raise IndexError(int(numbers.min()))
         starts = np.where(numbers > 0, self.ends[numbers - 1], 0)
         return starts, self.ends[numbers] - starts
 
@@ -209,6 +211,9 @@ class FederatedData:
                     f"parts: sample numbers reach from {low} to {high}, but there are "
                     f"{len(whole)} samples, counted from 0"
                 )
+            if whole.index is not None:  # a part itself
+                order = whole.index.numpy()[parts.order]
+                whole, parts = whole.part(None), Parts(order, parts.ends)
             return Partition.of(whole, parts)
         if hasattr(clients, "load_partition") and hasattr(clients, "num_partitions"):
             return Partitions(clients)

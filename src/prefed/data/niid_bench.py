@@ -21,7 +21,7 @@ def labels_per_client(
     generator: np.random.Generator,
     *,
     clients: int,
-    per_client: int = 2,
+    per_client: int | None = None,
     sets: list[list[int]] | None = None,
 ) -> Parts:
     """NIID-Bench's #C = k: every client has samples of `per_client` labels and of no other.
@@ -29,13 +29,18 @@ def labels_per_client(
     Client i has the label i modulo their number, and others drawn at random; the samples of a
     label are divided evenly among the clients that have it.
 
-    clients     how many, at least as many as labels
-    per_client  the labels of each
+    clients     how many; at least as many as labels, if these are drawn
+    per_client  the labels of each, 2 if nothing is said
     sets        the labels of each client by name, in place of drawn ones: [[0, 7], [1, 6], ...]
     """
     check_labels(labels, "labels")
     names = np.unique(labels)
-    has = _drawn(names, generator, clients, per_client) if sets is None else _given(names, sets)
+    if sets is None:
+        has = _drawn(names, generator, clients, 2 if per_client is None else per_client)
+    elif per_client is None:
+        has = _given(names, sets)
+    else:
+        raise PrefedError("data.split: give per_client or sets, not both")
     if len(has) != clients:
         raise PrefedError(f"data.split.sets: there are {len(has)} for {clients} clients")
     parts: list[list[Labels]] = [[] for _ in range(clients)]
@@ -44,7 +49,13 @@ def labels_per_client(
         members = generator.permutation(np.flatnonzero(labels == label))
         for owner, part in zip(owners, np.array_split(members, len(owners)), strict=True):
             parts[owner].append(part)
-    return _parts([np.concatenate(part) for part in parts])
+    found = [np.concatenate(part) for part in parts]
+    if (empty := next((c for c, part in enumerate(found) if not len(part)), None)) is not None:
+        raise PrefedError(
+            f"data.split: client {empty} would have no sample, since its labels have fewer samples "
+            f"than clients; take fewer clients"
+        )
+    return _parts(found)
 
 
 def _drawn(names: Labels, generator: np.random.Generator, clients: int, per_client: int) -> Has:

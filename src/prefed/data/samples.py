@@ -54,7 +54,7 @@ class Samples:
             return self.x, self.y
         return batch.take(self.x, self.index), self.y.index_select(0, self.index)
 
-    def part(self, index: Tensor) -> Self:
+    def part(self, index: Tensor | None) -> Self:
         """Those that `index` names, of a whole, whose arrays have been looked at already."""
         made = type(self).__new__(type(self))
         made.x, made.y, made.index = self.x, self.y, index
@@ -193,7 +193,7 @@ class LazySamples(Samples):
     def all(self) -> tuple[Inputs, Any]:
         return self._fetch(list(range(len(self))) if self.index is None else self.index.tolist())
 
-    def part(self, index: Tensor) -> Self:
+    def part(self, index: Tensor | None) -> Self:
         return type(self)(self.dataset, self.read, index, self.labels)
 
     def checked(self, labels: Labels | None) -> Self:

@@ -85,10 +85,7 @@ class Mean:
                 sums = {name: value[row] for name, value in values.items()}
                 self._insert(Part(level, first + row, sums, weights[row], losses[row]), ours)
             left, right = slice(start, stop, 2), slice(start + 1, stop, 2)
-            if ours:
-                values = {name: value[left].add_(value[right]) for name, value in values.items()}
-            else:
-                values = {name: value[left] + value[right] for name, value in values.items()}
+            values = {name: value[left] + value[right] for name, value in values.items()}
             weights = [a + b for a, b in zip(weights[left], weights[right], strict=True)]
             losses = [a + b for a, b in zip(losses[left], losses[right], strict=True)]
             first, level, ours = (first + start) >> 1, level + 1, True

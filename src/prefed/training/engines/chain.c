@@ -7,7 +7,8 @@
 
    What is written by prefed (native_chains.py) stands below this file: the chain, as calls of these
    functions with numbers in place of sizes, so that the compiler can unroll every inner loop.
-   REAL, LANES, WIDTH and ROWS (of a product that is held in registers, times N) come before it. */
+   REAL, LANES, WIDTH and ROWS (of a product that is held in registers, times N) come before it, and others
+   that say what they are. */
 
 #include <math.h>
 #include <stdint.h>
@@ -408,7 +409,7 @@ int gradients(int64_t clients, int64_t samples, const real *w, real *g, int64_t 
 /* A step of a client rule on the weights and the state of one client: a program of its own (rule.c). */
 typedef void Rule(real *w, const real *g, real *const *state, real lr);
 
-enum { MOST_FIELDS = 16, PAGE = 4096, APART = 13 * 64 }; /* bytes; a cache line has 64 */
+enum { APART = 13 * 64 }; /* bytes; a cache line has 64 */
 
 /* Room for the n-th vector in `*memory`, of so many numbers: at the beginning of a cache line, and not as
    far into its page as the vectors before it. It takes at most two pages more than the numbers do. */
@@ -435,7 +436,7 @@ static int gather(int64_t count, const int64_t *numbers, int64_t samples, const 
    begins within a cache line, or as far into its page as another.
    Step k takes sizes[k] samples from starts[k] on. They lie in x as they lie in y, `x_row` numbers from
    client to client; or, if there are `numbers`, these say for each of y which of the `samples` in x it is.
-   Field f of the state is rows of lengths[f]. -2 if a number is none of x. */
+   Field f of the state is rows of lengths[f]. -1 if a label is no class, -2 if a number is none of x. */
 int steps(int64_t clients, int64_t count, const int64_t *starts, const int64_t *sizes, real *w,
           const real *x, int64_t x_row, const int64_t *numbers, int64_t samples, const int64_t *y,
           int64_t y_row, real *losses, Rule *rule, int fields, real *const *state, const int64_t *lengths,

@@ -28,7 +28,7 @@ from prefed.training.engines.block_losses import Losses, losses_of, one_client
 from prefed.training.engines.compiled_steps import Gradients, Refused, Step, Steps, skeleton
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
 from prefed.training.engines.sequential import Sequential, SequentialBlock
-from prefed.training.engines.stacked_batches import Group, Stack
+from prefed.training.engines.stacked_batches import Alike, Stack
 from prefed.training.engines.vectorised import SMALLEST_BLOCK, Vectorised, VectorisedBlock
 from prefed.training.round import Kept, Server, Update, local_step
 from prefed.training.settings import Settings
@@ -153,10 +153,10 @@ class CompiledBlock(VectorisedBlock):
     engine: Compiled
 
     @property
-    def group(self) -> Group | None:
+    def group(self) -> Alike | None:
         """All clients, if their batches are alike and the compiler can have them."""
         only = self.stacks[0] if len(self.stacks) == 1 and not self.buffers else None
-        return only if isinstance(only, Group) and self.engine.simple(only, only.y) else None
+        return only if isinstance(only, Alike) and self.engine.simple(only, only.y) else None
 
     def is_compiled(self, algorithm: Algorithm) -> bool:
         if self.engine.steps.is_refused or not can_be(algorithm) or (group := self.group) is None:
@@ -185,7 +185,7 @@ class CompiledBlock(VectorisedBlock):
             )  # fmt: skip
         return losses
 
-    def _step(self, group: Group, k: int) -> Step:
+    def _step(self, group: Alike, k: int) -> Step:
         x, y = group.batch(k)
         device = self.engine.task.device
         return batch.moved(x, device), y.to(device), self.keys(k)

@@ -33,7 +33,7 @@ from prefed.rules.rule import in_c
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
 from prefed.training.engines.native_chains import NotNative, Program
 from prefed.training.engines.sequential import Sequential
-from prefed.training.engines.stacked_batches import Alike, Named, Stack, Unequal
+from prefed.training.engines.stacked_batches import Alike, ByNumber, Stack, Unequal
 from prefed.training.engines.vectorised import Rows, Vectorised, VectorisedBlock
 from prefed.training.settings import Settings
 from prefed.training.task import Task
@@ -175,7 +175,8 @@ class NativeBlock(VectorisedBlock):
         decay: float,
     ) -> None:
         engine = self.engine
-        if len(engine.one_client) < (needed := engine.program.room(state, max(sizes))):
+        batch = max(sizes) if samples[2] is not None else 0
+        if len(engine.one_client) < (needed := engine.program.room(state, batch)):
             engine.one_client = self.weights.new_empty(needed)
         engine.program.steps(
             rule, self.weights[rows], state, sizes, *samples, losses[rows], lr, decay,
@@ -195,13 +196,12 @@ class NativeBlock(VectorisedBlock):
             return self._fits(stack, stack.whole.x, stack.whole.y, 1)
         return self._fits(stack, stack.x, stack.y, 2)
 
-    def _by_number(self, stack: Stack) -> TypeGuard[Named]:
+    def _by_number(self, stack: Stack) -> TypeGuard[ByNumber]:
         """The program can take its samples from where they lie."""
-        if not isinstance(stack, Named) or self.engine.task.transform is not None:
+        if not isinstance(stack, ByNumber) or self.engine.task.transform is not None:
             return False
         x = stack.whole.x
-        alike = isinstance(x, Tensor) and x.dtype == self.weights.dtype
-        return alike and isinstance(x, Tensor) and x.is_contiguous()
+        return isinstance(x, Tensor) and x.dtype == self.weights.dtype and x.is_contiguous()
 
     def _fits(self, stack: Stack, x: Inputs, y: Any, dimensions: int) -> bool:
         if not (isinstance(x, Tensor) and isinstance(y, Tensor) and y.dim() == dimensions):

@@ -26,7 +26,7 @@ TYPES = {torch.float32: ("float", "int32_t", 4), torch.float64: ("double", "int6
 KINDS = (nn.Identity, nn.Flatten, nn.Linear, nn.Conv2d, nn.ReLU, nn.MaxPool2d)
 LARGEST_KERNEL, MOST_LAYERS, MOST_FIELDS = 7, 8, 16
 PAGE = 4096
-"""Bytes, as chain.c has it."""
+"""Bytes."""
 LARGEST_UNROLLED = 1 << 16
 """Numbers between two layers of a sample, at most: beyond, what is between layers leaves the cache,
 and torch's own convolutions are better at it."""
@@ -227,6 +227,7 @@ def write(
                 lines.append(line.replace("DY", d).replace("DX", other))
     head = {"REAL": real, "WHOLE": whole, "LANES": vectors.lanes, "WIDTH": vectors.width}
     head |= {"ROWS": vectors.rows, "FEATURES": math.prod(sample), "SIZE": layout.size}
+    head |= {"PAGE": PAGE, "MOST_FIELDS": MOST_FIELDS}
     program = "\n".join(
         [
             *(f"#define {name} {value}" for name, value in head.items()),

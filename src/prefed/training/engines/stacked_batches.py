@@ -13,6 +13,7 @@ from prefed.core.batch import Inputs
 from prefed.core.errors import PrefedError
 from prefed.core.losses import are_labels
 from prefed.data import FederatedData, Samples
+from prefed.data.federated import Partition
 from prefed.data.samples import LazySamples
 from prefed.training.batches import NO_LIMITS, Batches, sample_numbers_of
 from prefed.training.settings import Settings
@@ -70,7 +71,7 @@ class Group(Alike):
     size: int | None = None
 
 
-class Named(Alike):
+class ByNumber(Alike):
     """Samples of one data set by their numbers (n, all samples of the round): x is gathered when
     it is first asked for, and not by an engine that can do without."""
 
@@ -81,16 +82,17 @@ class Named(Alike):
     ) -> None:
         self.rows, self.size, self.whole, self.numbers = rows, size, whole, numbers
         self._device = device
-        self.y = self._side_by_side(whole.y.index_select(0, numbers.view(-1)))
+        taken = whole.y.index_select(0, numbers.view(-1))
+        self.y: Tensor = batch.moved(self._side_by_side(taken), device)
 
     def _side_by_side(self, leaf: Tensor) -> Tensor:
-        found: Tensor = leaf.to(self._device).unflatten(0, self.numbers.shape)
+        found: Tensor = leaf.unflatten(0, self.numbers.shape)
         return found
 
     @cached_property
     def x(self) -> Inputs:
         taken = batch.take(self.whole.x, self.numbers.view(-1))
-        return batch.mapped(self._side_by_side, taken)
+        return batch.moved(batch.mapped(self._side_by_side, taken), self._device)
 
 
 @dataclass(frozen=True)
@@ -189,10 +191,15 @@ def _drawn(
         numbers = sample_numbers_of(settings, round, clients, sizes.tolist())
         numbers += starts[:, None]
         of_whole = partition.order[torch.from_numpy(numbers)]
-        return Named(rows, partition.whole, of_whole, size, device)
+        return ByNumber(rows, partition.whole, of_whole, size, device)
     samples = [data.client(c) for c in clients]
     drawn = torch.from_numpy(sample_numbers_of(settings, round, clients, [*map(len, samples)]))
     first = samples[0]
+    if isinstance(first, LazySamples) and isinstance(data.clients, Partition):  # one reading
+        named = torch.cat([s.numbers(of_one) for s, of_one in zip(samples, drawn, strict=True)])
+        x, y = first.part(named).take(torch.arange(len(named)))  # each sample once
+        x, y = (batch.mapped(lambda v: v.unflatten(0, drawn.shape), leaf) for leaf in (x, y))
+        return Group(rows, batch.moved(x, device), batch.moved(y, device), size)
     if any(isinstance(s, LazySamples) for s in samples):  # read what was drawn, and no more
         samples = [Samples(*s.take(i)) for s, i in zip(samples, drawn, strict=True)]
         first, drawn = samples[0], torch.arange(drawn.shape[1]).expand(drawn.shape)
