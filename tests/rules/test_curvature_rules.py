@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prefed.core.layout import Layout
 from prefed.rules import Rule
-from prefed.rules.muon import Muon, orthogonal
+from prefed.rules.muon import Muon, _by_squares, _by_steps, orthogonal
 from prefed.rules.rule import OTHER
 from prefed.rules.soap import SOAP, eigenvectors
 from prefed.rules.sophia import Sophia
@@ -150,3 +150,18 @@ def test_sophia_refreshes_and_clips() -> None:
     del state[OTHER]
     rule.step(w, torch.ones(3).double(), state, 0.1, 1)
     assert h.tolist() == [0.5, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("iterations", [0, 1, 2, 5])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 5e-4)])
+def test_wide_matrices_by_their_squares(
+    iterations: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Singular values from 1 to 1e-6, in which squares lose half the digits."""
+    generator = torch.Generator().manual_seed(0)
+    U, _, V = torch.linalg.svd(
+        torch.randn(2, 9, 70, dtype=torch.float64, generator=generator), full_matrices=False
+    )
+    X = (U * torch.logspace(0, -6, 9, dtype=torch.float64)) @ V / 1.5
+    found, expected = _by_squares(X.to(dtype), iterations), _by_steps(X, iterations)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)

@@ -16,6 +16,8 @@ from prefed.rules.covariance_matrix import matrices, part
 from prefed.rules.fitted import Fitted
 from prefed.rules.rule import RULES, Field, Fraction, State, accumulate, grow_mass
 
+WIDE = 3
+"""So many times as wide as high: such a matrix is large beside its square."""
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Jordan's quintic: after five iterations singular values lie between about 0.7 and 1.2."""
 
@@ -132,11 +134,37 @@ class Muon(Fitted):
 def orthogonal(M: Tensor, iterations: int) -> Tensor:
     """About U V^T of M = U S V^T, for each of (C, rows, columns). Without an iteration: M over its
     norm."""
-    a, b, c = NEWTON_SCHULZ
     tall = M.shape[-2] > M.shape[-1]
     X: Tensor = M.mT if tall else M
     X = X / (torch.linalg.matrix_norm(X, keepdim=True) + 1e-7)  # all below one
+    X = (
+        _by_squares(X, iterations)
+        if X.shape[-1] >= WIDE * X.shape[-2]
+        else _by_steps(X, iterations)
+    )
+    return X.mT if tall else X
+
+
+def _by_steps(X: Tensor, iterations: int) -> Tensor:
+    """X = a X + (b A + c A A) X with A = X X^T, so many times."""
+    a, b, c = NEWTON_SCHULZ
     for _ in range(iterations):
         A = X @ X.mT
         X = a * X + (b * A + c * A @ A) @ X
-    return X.mT if tall else X
+    return X
+
+
+def _by_squares(X: Tensor, iterations: int) -> Tensor:
+    """The same for a wide X, which is multiplied twice in all and not in each iteration: A becomes
+    F A F with F = a + b A + c A A, and X the product of all F times X."""
+    if not iterations:
+        return X
+    a, b, c = NEWTON_SCHULZ
+    A, product = X @ X.mT, None
+    for left in reversed(range(iterations)):
+        F = b * A + c * A @ A
+        F.diagonal(dim1=-2, dim2=-1).add_(a)
+        product = F if product is None else F @ product
+        A = F @ A @ F if left else A
+    assert product is not None
+    return product @ X
