@@ -169,6 +169,7 @@ CASES["prefedm"] = [
 CASES["prefedmlite"] = [{"upload": "exact", "P_codec": "exact"}]
 CASES["prefeds"] = [
     {},
+    {"beta1": 0.0, "client_lr": 0.01},  # P is zero
     *grid(tau_relative=[0.1, 1.0], beta1=[0.5, 0.95], beta2=[0.9, 0.999]),
     *grid(mean_of_rounds=[None, 2.5]),
     *grid(iterations=[0, 3], plain_lr=[0.1, 0.5], server_lr=[1.0, 0.3]),

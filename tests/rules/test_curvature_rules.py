@@ -15,6 +15,7 @@ from prefed.rules.muon import Muon, _by_squares, _by_steps, orthogonal
 from prefed.rules.rule import OTHER
 from prefed.rules.soap import SOAP, eigenvectors
 from prefed.rules.sophia import Sophia
+from prefed.rules.spectral import Spectral
 
 CONV = torch.empty(16, 4, 3, 3, dtype=torch.float64).to(memory_format=torch.channels_last)
 TENSORS: list[tuple[str, Tensor]] = [
@@ -47,7 +48,8 @@ def follow(rule: Rule, grads: list[Tensor], w: Tensor, lr: float = 0.1) -> dict[
 
 RULES: list[Rule] = [
     Muon(), Muon(nesterov=False, iterations=2, adam=()), SOAP(refresh=2, tau=1e-3),
-    SOAP(largest_side=9), SOAP(largest_side=1), Sophia(refresh=2),
+    SOAP(largest_side=9), SOAP(largest_side=1), Sophia(refresh=2), Spectral(),
+    Spectral(plain=(), iterations=2),
 ]  # fmt: skip
 
 
@@ -103,6 +105,38 @@ def test_a_convolution_is_a_matrix_and_an_embedding_is_none() -> None:
     follow(Muon(adam=()), [g], w)
     tall = orthogonal(given["embed.weight"][None], 5)[0]
     torch.testing.assert_close(LAYOUT.views(w)["embed.weight"], -0.1 * (7 / 5) ** 0.5 * tall)
+
+
+def test_the_first_spectral_step_by_hand() -> None:
+    """After it m is g and sqrt(P) is beta1*|g|, both corrected for their start."""
+    w, g = torch.zeros(LAYOUT.size).double(), random(LAYOUT.size)
+    rule = Spectral(beta1=0.9, tau_relative=0.5, plain_lr=0.2)
+    follow(rule, [g], w)
+    found, given = LAYOUT.views(w), LAYOUT.views(g)
+    for name in ("conv.weight", "head.weight"):
+        matrix = given[name].flatten(1)
+        whole, root = orthogonal(matrix[None], 5)[0], 0.9 * matrix.abs()
+        u = whole / (root + 0.5 * root.square().mean().sqrt())
+        u *= whole.norm() / u.norm()
+        torch.testing.assert_close(found[name].flatten(1), -0.1 * u)
+    names = ("conv.bias", "embed.weight", "scale")
+    rest = torch.cat([given[name].flatten() for name in names])
+    step = rest / (0.9 * rest.abs() + 0.5 * 0.9 * rest.square().mean().sqrt())
+    torch.testing.assert_close(torch.cat([found[n].flatten() for n in names]), -0.02 * step)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-24])
+def test_spectral_steps_of_what_underflows_are_small(scale: float) -> None:
+    """P is zero there: vectors have an absolute tau, and nothing grows without bound."""
+    tensors = [("w", torch.empty(3, 2)), ("b", torch.empty(3)), ("none", torch.empty(4, 0))]
+    layout = Layout.of(tensors)
+    rule = Spectral().fit(layout)
+    w, g = torch.zeros(layout.size), scale * random(layout.size).float()
+    state = {name: field.new(w) for name, field in rule.fields(layout).items()}
+    for k in range(3):
+        rule.step(w, g.clone(), state, 0.1, k)
+    assert w[-3:].abs().max() <= 1e3 * scale
+    assert w.isfinite().all()
 
 
 def test_without_factors_soap_is_adam() -> None:

@@ -9,7 +9,7 @@ from prefed.algorithms.sharing import Policy, average, keep
 from prefed.core.layout import Layout
 from prefed.core.schedule import Rate
 from prefed.rules import Field, Fraction, Rule, State
-from prefed.rules.muon import Matrix, Muon
+from prefed.rules.muon import EMBEDDINGS, Matrix, Muon
 
 
 @ALGORITHMS.register("fedmuon")
@@ -36,7 +36,7 @@ class FedMuon(Algorithm):
     """The decay of the momentum (1 - alpha in Takezawa et al.)."""
     iterations: NonNegativeInt = 5
     """Of Newton and Schulz; with 0 the momentum is only divided by its norm."""
-    adam: tuple[str, ...] = ("*embed*",)
+    adam: tuple[str, ...] = EMBEDDINGS
     """Patterns of names: parameters that Adam trains though they are matrices."""
     adam_lr: PositiveFloat = 0.1
     """The step size of Adam, as a share of client_lr (a tenth in the code of Liu et al.)."""

@@ -6,6 +6,7 @@ from prefed.algorithms.sharing import Policy, average
 from prefed.codecs import CodecName
 from prefed.core.schedule import Rate
 from prefed.rules import Rule
+from prefed.rules.muon import EMBEDDINGS
 from prefed.rules.spectral import Spectral
 
 
@@ -16,12 +17,14 @@ class PreFedS(Algorithm):
 
         m = beta1*m + (1 - beta1)*g                     on each client, from the server's m and P
         P = beta2*P + (1 - beta2)*(g - m)^2
-        O = orthogonal((1 - beta1)*g + beta1*m)         for each weight matrix
-        w = w - lr * scale * O / (sqrt(P) + tau)        all that is no matrix: m in place of O
+        O = orthogonal((1 - beta1)*g + beta1*m)         for each weight matrix (rows, columns)
+        u = O / (sqrt(P) + tau)                         scaled to the norm of O
+        w = w - lr * sqrt(max(1, rows/columns)) * u
+        w = w - lr * plain_lr * m / (sqrt(P) + tau)     for all that is no matrix
 
-    tau is tau_relative times the root mean square of sqrt(P) over the matrix, and the step has the
-    norm that it had before it was divided. Both m and P are corrected for their start at zero. The
-    model that is handed over is the mean of w over rounds (mean_of_rounds).
+    tau is tau_relative times the root mean square of sqrt(P) over the matrix, or over all that is
+    none. Both m and P are corrected for their start at zero. The model that is handed over is the
+    mean of w over rounds (mean_of_rounds).
     Upload 3d; PreFedSLite's is 1.01d.
     """
 
@@ -34,8 +37,9 @@ class PreFedS(Algorithm):
     """tau as a share of the root mean square of sqrt(P). Large values make the step Muon's."""
     iterations: NonNegativeInt = 5
     """Of Newton and Schulz; with 0 the momentum is only divided by its norm."""
-    plain: tuple[str, ...] = ("*embed*",)
-    """Patterns of names: parameters that are trained as if they were no matrices."""
+    plain: tuple[str, ...] = EMBEDDINGS
+    """Patterns of names: parameters that are trained as if they were no matrices; embeddings, by
+    the names that they often have."""
     plain_lr: PositiveFloat = 0.1
     """The step size of what is no matrix, as a share of client_lr."""
     m_codec: CodecName = "exact"

@@ -16,6 +16,8 @@ from prefed.rules.covariance_matrix import matrices, part
 from prefed.rules.fitted import Fitted
 from prefed.rules.rule import RULES, Field, Fraction, State, accumulate, grow_mass
 
+EMBEDDINGS = ("*embed*", "*position*", "*wte*", "*wpe*")
+"""Patterns of names of embeddings, whose rows are vectors of their own and no matrix together."""
 WIDE = 3
 """So many times as wide as high: such a matrix is large beside its square."""
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -65,7 +67,7 @@ class Muon(Fitted):
     beta: Fraction = 0.95
     nesterov: bool = True
     iterations: NonNegativeInt = 5
-    adam: tuple[str, ...] = ("*embed*",)
+    adam: tuple[str, ...] = EMBEDDINGS
     adam_lr: PositiveFloat = 0.1
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95

@@ -13,11 +13,13 @@ from torch import Tensor
 from prefed.core.layout import Entry, Layout
 from prefed.rules.covariance_matrix import matrices
 from prefed.rules.fitted import Fitted
-from prefed.rules.muon import orthogonal
+from prefed.rules.muon import EMBEDDINGS, orthogonal
 from prefed.rules.rule import RULES, Field, Fraction, State, accumulate, grow_mass
 
 TINY = 1e-30
-"""Where P, or a gradient, is zero all over."""
+"""Where a gradient is zero all over."""
+TAU = 1e-3
+"""In place of sqrt(P) + tau_relative*r where P is zero all over, as in the covariance rule."""
 
 
 @RULES.register("spectral")
@@ -35,7 +37,8 @@ class Spectral(Fitted):
         w = w - lr * sqrt(max(1, rows/columns)) * u
 
     and for all that is no matrix w = w - lr * plain_lr * m / (sqrt(P) + tau_relative*r), r over all
-    of it. Convolutions are matrices (out, in * kernel).
+    of it (or m / 0.001, while P is zero everywhere there). Convolutions are matrices
+    (out, in * kernel).
 
     beta1          the decay of m, the moving average of the gradient
     beta2          the decay of P, the moving average of the squared distance from m
@@ -51,7 +54,7 @@ class Spectral(Fitted):
     beta2: Fraction = 0.999
     tau_relative: PositiveFloat = 0.3
     iterations: NonNegativeInt = 5
-    plain: tuple[str, ...] = ("*embed*",)
+    plain: tuple[str, ...] = EMBEDDINGS
     plain_lr: PositiveFloat = 0.1
 
     def fields(self, layout: Layout) -> dict[str, Field]:
@@ -64,7 +67,7 @@ class Spectral(Fitted):
         """The matrices, and the rest."""
         assert self.layout is not None
         found: tuple[list[Entry], list[Entry]] = [], []
-        for entry in self.layout.entries:
+        for entry in filter(lambda entry: math.prod(entry.shape), self.layout.entries):
             named = any(fnmatchcase(entry.name, pattern) for pattern in self.plain)
             found[len(entry.shape) < 2 or named].append(entry)
         return found
@@ -82,8 +85,7 @@ class Spectral(Fitted):
         whole, rest = self.places
         for entry in whole:
             turned = orthogonal(matrices(ahead, entry), self.iterations)
-            _, damped = self.damped(matrices(root, entry))
-            u = turned / damped
+            u = turned / self.damped(matrices(root, entry))[1]
             u *= _norm(turned) / (_norm(u) + TINY)
             target, (rows, columns) = entry.view(w), u.shape[-2:]
             scale = math.sqrt(max(1.0, rows / columns))
@@ -91,15 +93,16 @@ class Spectral(Fitted):
         if rest:
             parts = [slice(entry.offset, entry.offset + math.prod(entry.shape)) for entry in rest]
             r, damped = self.damped(torch.cat([root[:, part] for part in parts], 1).unsqueeze(1))
-            u = torch.cat([m[:, part] for part in parts], 1) / (r * damped).squeeze(1)
+            divisor = torch.where(r > 0, r * damped, TAU).squeeze(1)
+            u = torch.cat([m[:, part] for part in parts], 1) / divisor
             sizes = [part.stop - part.start for part in parts]
             for part, own in zip(parts, u.split(sizes, 1), strict=True):
                 w[:, part].sub_(own, alpha=lr * self.plain_lr)
 
     def damped(self, root: Tensor) -> tuple[Tensor, Tensor]:
         """r, and sqrt(P)/r + tau_relative, for each of (C, rows, columns)."""
-        r = root.square().mean((-2, -1), keepdim=True).sqrt_().add_(TINY)
-        return r, root / r + self.tau_relative
+        r = root.square().mean((-2, -1), keepdim=True).sqrt_()
+        return r, root / torch.where(r > 0, r, 1.0) + self.tau_relative
 
 
 def _norm(matrix: Tensor) -> Tensor:

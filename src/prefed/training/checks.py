@@ -93,7 +93,11 @@ def _check_personal(algorithm: Algorithm, flat: FlatModel) -> None:
     if not rule.elementwise:
         raise PrefedError(
             f"{name}.personal: its client rule joins coordinates, which cannot stay in part; "
-            f'take shape="diagonal"'
+            + (
+                'take shape="diagonal"'
+                if "shape" in type(algorithm).model_fields
+                else "take PreFed"
+            )
         )
     fields = rule.fields(flat.layout)
     for field in sorted(fields.keys() - {*shared_fields(algorithm, fields, flat.layout)}):

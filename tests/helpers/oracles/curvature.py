@@ -152,8 +152,8 @@ class PreFedS(Algorithm):
 
     def divided(self, u: Array, p: Array) -> Array:
         """Divide u by sqrt(P) + tau."""
-        tau = self.options["tau_relative"] * np.sqrt(np.mean(p))
-        return np.asarray(u / (np.sqrt(p) + tau + 1e-30))
+        tau = self.options["tau_relative"] * np.sqrt(np.mean(p)) or 1e-3
+        return np.asarray(u / (np.sqrt(p) + tau))
 
     def client(self, t: int, w: Array, i: int) -> tuple[Array, dict[str, Any], float]:
         """The steps of client i: its weights, its state and its loss."""

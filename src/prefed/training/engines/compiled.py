@@ -24,6 +24,7 @@ from prefed.core.errors import PrefedError
 from prefed.core.schedule import within
 from prefed.data import FederatedData
 from prefed.rules import Rule, State
+from prefed.rules.fitted import Fitted
 from prefed.training.engines.block_losses import Losses, losses_of, one_client
 from prefed.training.engines.compiled_steps import Gradients, Refused, Step, Steps, skeleton
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
@@ -83,6 +84,8 @@ def can_be(algorithm: Algorithm) -> bool:
     rule = algorithm.client_rule()
     if rule.other(0) is not None:
         reason = f"{type(algorithm).__name__} needs more than one gradient in a step"
+    elif isinstance(rule, Fitted):
+        reason = f"{type(algorithm).__name__} has steps of whole matrices"
     elif rule.elementwise and not rule.in_parts:
         reason = (
             "with tau_relative: torch's compiler fails where a step needs a mean of all weights"
