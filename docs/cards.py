@@ -70,7 +70,10 @@ def _of_studies() -> Iterator[tuple[str, Ours]]:
             seen.add(key)
             low, high = line["interval"]
             unit = " %" if line["measure"].endswith("accuracy") else " (loss)"
-            text = f"{line['mean']:.4g} [{low:.4g}, {high:.4g}]{unit}"
+            interval = "" if low is None else f" [{low:.4g}, {high:.4g}]"  # of one run
+            text = f"{line['mean']:.4g}{interval}{unit}"
+            if lost := line.get("diverged"):
+                text += f", {lost} runs diverged"
             used = [run for run in runs.values() if run.algorithm == name]
             task = f"{study['title']} (`prefed study {path.stem}`)"
             yield name, Ours(task, "", text, line["seconds"], machine(used))
