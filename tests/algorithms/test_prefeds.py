@@ -69,3 +69,9 @@ def test_embeddings_are_no_matrices() -> None:
     whole, rest = fitted.places  # type: ignore[attr-defined]
     assert len(whole) == 1
     assert len(rest) == 3
+
+
+def test_none_in_a_config_is_none() -> None:
+    """Whatever the algorithm does by default."""
+    for kind in (prefed.PreFedS, prefed.FedMuon):
+        assert kind.model_validate({"mean_of_rounds": "none"}).mean_of_rounds is None

@@ -107,11 +107,9 @@ class Algorithm(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_none(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """Configs have no None: "none" stands for it where it is not what one gets anyway."""
-        fields = cls.model_fields
+        """Configs have no None: "none" stands for it."""
         for name, value in options.items():
-            known = isinstance(value, str) and name in fields
-            if known and value == "none" and fields[name].default is not None:
+            if isinstance(value, str) and value == "none" and name in cls.model_fields:
                 options = {**options, name: None}
         return options
 
