@@ -127,19 +127,15 @@ def commands(work: str, folder: Path) -> dict[str, Callable[[], list[str]]]:
 
         return command
 
-    def ours(engine: str, workers: int = 1) -> Callable[[], list[str]]:
-        return lambda: [sys.executable, "with_prefed.py", work, engine, str(workers)]
-
     found = {
-        "prefed": ours("auto"),
-        "prefed, 2 workers": ours("auto", 2),
+        "prefed": lambda: [sys.executable, "with_prefed.py", work, "auto"],
         "pfl, 1 process": peer("pfl"),
         "pfl, 2 processes": peer("pfl", ranks=2),
         "Flower simulation": peer("flower"),
         "fedjax": peer("fedjax"),
     }
     if work == "W1":
-        found["prefed, compiled"] = ours("compiled")
+        found["prefed, compiled"] = lambda: [sys.executable, "with_prefed.py", work, "compiled"]
     else:
         found["pfl, 1 process, channels_last"] = peer("pfl", "channels_last")
         found["pfl, 2 processes, channels_last"] = peer("pfl", "channels_last", ranks=2)
