@@ -241,15 +241,6 @@ class FederatedData:
             self.client(number)
         return int(self._sizes[number])
 
-    def places(self, clients: Sequence[int]) -> tuple[Partition, Numbers, Numbers] | None:
-        """If all are parts of one data set in memory: this, where in its order the samples of each
-        begin, and how many they are."""
-        if not isinstance(self.clients, Partition) or _is_lazy(self.clients.whole):
-            return None
-        starts, sizes = self.clients.places(clients)
-        self._sizes[[*clients]] = sizes
-        return self.clients, starts, sizes
-
     def at_hand(self) -> "FederatedData":
         """The same for a block of clients, while it trains: who is made on demand is made once."""
         if isinstance(self.clients, Partition | Partitions | list | tuple):

@@ -67,7 +67,7 @@ class Spectral(Fitted):
         """The matrices, and the rest."""
         assert self.layout is not None
         found: tuple[list[Entry], list[Entry]] = [], []
-        for entry in filter(lambda entry: math.prod(entry.shape), self.layout.entries):
+        for entry in (entry for entry in self.layout.entries if math.prod(entry.shape)):
             named = any(fnmatchcase(entry.name, pattern) for pattern in self.plain)
             found[len(entry.shape) < 2 or named].append(entry)
         return found

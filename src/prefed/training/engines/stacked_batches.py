@@ -186,8 +186,9 @@ def _drawn(
     """All batches of a group at once."""
     clients, size = clients[rows], settings.batch_size
     assert size is not None
-    if (found := data.places(clients)) is not None:
-        partition, starts, sizes = found
+    partition = data.clients if isinstance(data.clients, Partition) else None
+    if partition is not None and not isinstance(partition.whole, LazySamples):
+        starts, sizes = partition.places(clients)
         numbers = sample_numbers_of(settings, round, clients, sizes.tolist())
         numbers += starts[:, None]
         of_whole = partition.order[torch.from_numpy(numbers)]
@@ -195,7 +196,7 @@ def _drawn(
     samples = [data.client(c) for c in clients]
     drawn = torch.from_numpy(sample_numbers_of(settings, round, clients, [*map(len, samples)]))
     first = samples[0]
-    if isinstance(first, LazySamples) and isinstance(data.clients, Partition):  # one reading
+    if partition is not None:  # one reading for all
         named = torch.cat([s.numbers(of_one) for s, of_one in zip(samples, drawn, strict=True)])
         x, y = first.part(named).take(torch.arange(len(named)))  # each sample once
         x, y = (batch.mapped(lambda v: v.unflatten(0, drawn.shape), leaf) for leaf in (x, y))
