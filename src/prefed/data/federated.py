@@ -25,7 +25,8 @@ from prefed.data.samples import (
 Numbers = draws.Numbers
 Transform = Callable[[Inputs], Inputs]
 Augment = Callable[[Inputs, np.random.Generator], Inputs]
-"""A batch of x and a generator keyed to it -> the batch with random changes."""
+"""A batch of x and a generator keyed to it -> the batch with random changes. One whose
+`keeps_shape` is true gives samples of the shape that they had."""
 
 
 class Clients(Protocol):

@@ -1,6 +1,7 @@
 """Batches of images on their way to the model: they stay uint8 until the last moment."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ class CropAndFlip:
 
     padding: int = 4
     flip: bool = True
+    keeps_shape: ClassVar[bool] = True
+    """Images come out as large as they went in: engines may rely on it."""
 
     def __call__(self, x: Tensor, generator: np.random.Generator) -> Tensor:
         count, channels, height, width = x.shape
@@ -37,8 +40,7 @@ class CropAndFlip:
         columns = np.arange(width)[None] + drawn[:, 1:]
         columns = np.where(mirrored[:, None], columns[:, ::-1], columns)
         rows = np.arange(height)[None] + drawn[:, :1]
-        row = torch.from_numpy(rows).to(x.device)[:, None, :, None]
-        column = torch.from_numpy(np.ascontiguousarray(columns)).to(x.device)[:, None, None, :]
-        image = torch.arange(count, device=x.device)[:, None, None, None]
-        channel = torch.arange(channels, device=x.device)[None, :, None, None]
-        return pad(x, (self.padding,) * 4)[image, channel, row, column]
+        places = rows[:, :, None] * (width + 2 * self.padding) + columns[:, None]
+        index = torch.from_numpy(places.reshape(count, 1, -1)).to(x.device)
+        pixels = pad(x, (self.padding,) * 4).flatten(2)
+        return pixels.gather(2, index.expand(-1, channels, -1)).view(x.shape)

@@ -25,7 +25,7 @@ from prefed.rules.wrapped import Wrapped
 from prefed.training.batches import local_steps
 from prefed.training.engines.engine import train_block
 from prefed.training.engines.native import Native
-from prefed.training.engines.native_chains import NotNative
+from prefed.training.engines.native_writing import NotNative
 from prefed.training.engines.vectorised import Vectorised
 from prefed.training.engines.workers import Workers
 from prefed.training.round import Kept, Server

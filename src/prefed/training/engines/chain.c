@@ -47,11 +47,43 @@ INLINE void samples_last(int features, int count, const real *x, real *into)
                 into[i * WIDTH + b] = b < count ? x[(int64_t)b * features + i] : 0;
 }
 
-INLINE void samples_first(int features, int stride, const real *x, real *into)
+/* LANES vectors as a square: rows become columns. */
+INLINE void turn(vec *v)
 {
-    for (int f = 0; f < features; f += 16)
-        for (int b = 0; b < WIDTH; b++)
-            for (int i = f; i < f + 16 && i < features; i++) into[b * stride + i] = x[i * WIDTH + b];
+#if __has_builtin(__builtin_shuffle)
+    UNROLL for (int s = 0; 1 << s < LANES; s++) {
+        const int half = 1 << s;
+        mask low = {0}, high = {0};
+        UNROLL for (int l = 0; l < LANES; l++) {
+            low[l] = l & half ? LANES + l - half : l;
+            high[l] = l & half ? LANES + l : l + half;
+        }
+        UNROLL for (int i = 0; i < LANES; i++)
+            if (!(i & half)) {
+                vec a = v[i], b = v[i + half];
+                v[i] = __builtin_shuffle(a, b, low);
+                v[i + half] = __builtin_shuffle(a, b, high);
+            }
+    }
+#else
+    real t[LANES][LANES];
+    memcpy(t, v, sizeof t);
+    for (int i = 0; i < LANES; i++)
+        for (int l = 0; l < LANES; l++) v[i][l] = t[l][i];
+#endif
+}
+
+/* `stride` numbers from one sample to the next are a multiple of LANES. */
+INLINE void samples_first(int features, int stride, const vec *x, real *into)
+{
+    for (int f = 0; f < features; f += LANES)
+        for (int n = 0; n < N; n++) {
+            vec square[LANES];
+            UNROLL for (int i = 0; i < LANES; i++)
+                square[i] = f + i < features ? x[(f + i) * N + n] : (vec){0};
+            turn(square);
+            UNROLL for (int b = 0; b < LANES; b++) *(vec *)(into + (n * LANES + b) * stride + f) = square[b];
+        }
 }
 
 /* ---- a fully connected layer: y = W x + b */
@@ -237,6 +269,17 @@ INLINE void conv_weight_rows(int rows, int ci, int h, int wd, int k, int by_c, i
         }
 }
 
+/* The gradient of the bias. */
+INLINE void pixel_sums(int co, int pixels, const vec *dy, real *bias, int add)
+{
+    for (int o = 0; o < co; o++) {
+        vec all[4] = {{0}};
+        for (int i = 0; i < pixels; i++) all[i % 4] += dy[o * pixels + i];
+        real total = sum((all[0] + all[1]) + (all[2] + all[3]));
+        bias[o] = add ? bias[o] + total : total;
+    }
+}
+
 INLINE void conv_weight(int ci, int h, int wd, int co, int k, int by_c, int by_k, const vec *dy,
                         const vec *x, real *g, real *bias, int add)
 {
@@ -251,13 +294,7 @@ INLINE void conv_weight(int ci, int h, int wd, int co, int k, int by_c, int by_k
             for (int a = 0; a < k; a++)
                 conv_weight_rows(co % held, ci, h, wd, k, by_c, by_k, c, a, dy + o * pixels, x,
                                  g + o * each, add);
-    if (bias)
-        for (o = 0; o < co; o++) {
-            vec all[4] = {{0}};
-            for (int i = 0; i < pixels; i++) all[i % 4] += dy[o * pixels + i];
-            real total = sum((all[0] + all[1]) + (all[2] + all[3]));
-            bias[o] = add ? bias[o] + total : total;
-        }
+    if (bias) pixel_sums(co, pixels, dy, bias, add);
 }
 
 INLINE void with_border(int c, int h, int wd, int p, const vec *x, vec *into)
@@ -334,13 +371,9 @@ INLINE vec exponential(vec x)
     }
     vec low = (vec){0} - 87;
     x = choose(x < low, low, x); /* x is never above 0 here */
-    whole count[LANES];
     vec times = x * (real)1.44269504088896341 - (real)0.5;
-    for (int i = 0; i < LANES; i++) count[i] = (whole)times[i]; /* towards 0: the nearest */
-    mask n;
-    memcpy(&n, count, sizeof n);
-    vec whole_part, r;
-    for (int i = 0; i < LANES; i++) whole_part[i] = (real)n[i];
+    mask n = __builtin_convertvector(times, mask); /* towards 0: the nearest */
+    vec whole_part = __builtin_convertvector(n, vec), r;
     r = x - whole_part * (real)0.693359375 - whole_part * (real)-2.12194440e-4;
     vec p = (vec){0} + (real)1.9875691500e-4;
     p = p * r + (real)1.3981999507e-3;
@@ -382,17 +415,19 @@ INLINE int cross_entropy(int classes, int count, int64_t of, const int64_t *y, v
 static int pass(const real *w, real *g, const real *x, const int64_t *y, int count, int64_t of, int add,
                 double *loss, real *scratch);
 
-/* The gradient of one batch of one client; -1 if a label is no class. */
+/* The gradient of one batch of one client, SAMPLES at a time; -1 if a label is no class, -3 if a symbol is
+   none. Samples have LABELS each. */
 static int gradient(const real *w, real *g, const real *x, const int64_t *y, int64_t samples, real *loss,
                     real *scratch)
 {
     double total = 0;
-    for (int64_t first = 0; first < samples; first += WIDTH) {
-        int count = samples - first < WIDTH ? (int)(samples - first) : WIDTH;
-        if (pass(w, g, x + first * FEATURES, y + first, count, samples, first > 0, &total, scratch))
-            return -1;
+    for (int64_t first = 0; first < samples; first += SAMPLES) {
+        int count = samples - first < SAMPLES ? (int)(samples - first) : SAMPLES;
+        int failed = pass(w, g, x + first * FEATURES, y + first * LABELS, count, samples * LABELS, first > 0,
+                          &total, scratch);
+        if (failed) return failed;
     }
-    *loss += (real)(total / (double)samples);
+    *loss += (real)(total / (double)(samples * LABELS));
     return 0;
 }
 
@@ -400,10 +435,10 @@ static int gradient(const real *w, real *g, const real *x, const int64_t *y, int
 int gradients(int64_t clients, int64_t samples, const real *w, real *g, int64_t row, const real *x,
               int64_t x_row, const int64_t *y, int64_t y_row, real *losses, real *scratch)
 {
-    for (int64_t c = 0; c < clients; c++)
-        if (gradient(w + c * row, g + c * row, x + c * x_row, y + c * y_row, samples, losses + c, scratch))
-            return -1;
-    return 0;
+    int failed = 0;
+    for (int64_t c = 0; c < clients && !failed; c++)
+        failed = gradient(w + c * row, g + c * row, x + c * x_row, y + c * y_row, samples, losses + c, scratch);
+    return failed;
 }
 
 /* A step of a client rule on the weights and the state of one client: a program of its own (rule.c). */
@@ -435,8 +470,8 @@ static int gather(int64_t count, const int64_t *numbers, int64_t samples, const 
    are copied for it: a rule that walks along several vectors takes half the time where none of them
    begins within a cache line, or as far into its page as another.
    Step k takes sizes[k] samples from starts[k] on. They lie in x as they lie in y, `x_row` numbers from
-   client to client; or, if there are `numbers`, these say for each of y which of the `samples` in x it is.
-   Field f of the state is rows of lengths[f]. -1 if a label is no class, -2 if a number is none of x. */
+   client to client; or, if there are `numbers`, these say for each of y which of the `samples` in x it is
+   (then LABELS is 1). Field f of the state is rows of lengths[f]. -2 if a number is none of x. */
 int steps(int64_t clients, int64_t count, const int64_t *starts, const int64_t *sizes, real *w,
           const real *x, int64_t x_row, const int64_t *numbers, int64_t samples, const int64_t *y,
           int64_t y_row, real *losses, Rule *rule, int fields, real *const *state, const int64_t *lengths,
@@ -452,10 +487,11 @@ int steps(int64_t clients, int64_t count, const int64_t *starts, const int64_t *
         for (int f = 0; f < fields; f++)
             memcpy(own[f], state[f] + c * lengths[f], lengths[f] * sizeof(real));
         for (int64_t k = 0; k < count; k++) {
-            int64_t first = c * y_row + starts[k];
-            if (numbers && gather(sizes[k], numbers + first, samples, x, batch)) return -2;
+            const int64_t *labels = y + c * y_row + starts[k] * LABELS;
+            if (numbers && gather(sizes[k], numbers + c * y_row + starts[k], samples, x, batch)) return -2;
             const real *its = numbers ? batch : x + c * x_row + starts[k] * FEATURES;
-            if (gradient(own_w, g, its, y + first, sizes[k], losses + c, scratch)) return -1;
+            int failed = gradient(own_w, g, its, labels, sizes[k], losses + c, scratch);
+            if (failed) return failed;
             if (decay != 0)
                 for (int64_t i = 0; i < SIZE; i++) g[i] += (real)decay * own_w[i];
             rule(own_w, g, own, (real)lr);

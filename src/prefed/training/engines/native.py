@@ -2,10 +2,10 @@
 
 torch needs some 5 microseconds for each operation and moves what is between layers through
 memory that it asks for anew; of a network of a few thousand weights that is most of a step. Here
-a chain of layers becomes a C program (chain.c), compiled once for the model and the batch size:
-forward, back and, where the rule has a form in C (Rule.in_c), the step too, one client after
-another, so that its vectors stay in the cache. Anything else about a round is as in the vectorised
-engine.
+a chain of layers (chain.c, winograd.c) or a transformer (transformer.c) becomes a C program,
+compiled once for the model and the batch size: forward, back and, where the rule has a form in C
+(Rule.in_c), the step too, one client after another, so that its vectors stay in the cache. Anything
+else about a round is as in the vectorised engine.
 
 It needs a C compiler. What cannot be written in C trains without it, after one line that says why.
 """
@@ -31,7 +31,8 @@ from prefed.data.samples import LazySamples
 from prefed.rules import Rule, State
 from prefed.rules.rule import in_c
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
-from prefed.training.engines.native_chains import NotNative, Program
+from prefed.training.engines.native_program import Program
+from prefed.training.engines.native_writing import NotNative
 from prefed.training.engines.sequential import Sequential
 from prefed.training.engines.stacked_batches import Alike, ByNumber, Stack, Unequal
 from prefed.training.engines.vectorised import Rows, Vectorised, VectorisedBlock
@@ -114,6 +115,10 @@ class Native(Vectorised):
         x = x.to(self.task.flat.weights.dtype)
         return x if x[0].is_contiguous() else x.contiguous(), y.to(torch.int64).contiguous()
 
+    def are_labels(self, y: Tensor, dimensions: int) -> bool:
+        """As many as the program takes for each sample, behind so many dimensions."""
+        return y.shape[dimensions:] == self.program.labels and are_labels(y)
+
     def rule(self, lines: str, state: Sequence[str]) -> Any:
         """A rule in C; None, after one line, if the compiler refuses it."""
         if lines in self.no_rules:
@@ -131,7 +136,7 @@ class NativeBlock(VectorisedBlock):
 
     def _fill(self, stack: Stack, rows: Rows, x: Inputs, y: Tensor, key: Tensor) -> Tensor:
         engine = self.engine
-        fits = y.dim() == 2 and are_labels(y) and engine.simple(stack, y)
+        fits = engine.are_labels(y, 2) and engine.simple(stack, y)
         if not fits or (samples := engine.samples(x, y)) is None:
             return super()._fill(stack, rows, x, y, key)
         weights, gradient = self.weights[rows], self.gradient[rows]
@@ -186,8 +191,10 @@ class NativeBlock(VectorisedBlock):
     def _in_c(self, stack: Stack) -> bool:
         """All its batches can be given to the program, as far as can be told beforehand."""
         if isinstance(stack, Unequal):
-            held = [batches.samples for batches in stack.clients]
-            if self.data.augment is not None or any(isinstance(s, LazySamples) for s in held):
+            held, augment = [batches.samples for batches in stack.clients], self.data.augment
+            if augment is not None and not getattr(augment, "keeps_shape", False):
+                return False
+            if any(isinstance(s, LazySamples) for s in held):
                 return False
             return all(self._fits(stack, samples.x, samples.y, 1) for samples in held)
         if not isinstance(stack, Alike) or not isinstance(stack.rows, slice):
@@ -200,14 +207,17 @@ class NativeBlock(VectorisedBlock):
         """The program can take its samples from where they lie."""
         if not isinstance(stack, ByNumber) or self.engine.task.transform is not None:
             return False
+        if self.engine.program.labels:
+            return False
         x = stack.whole.x
         return isinstance(x, Tensor) and x.dtype == self.weights.dtype and x.is_contiguous()
 
     def _fits(self, stack: Stack, x: Inputs, y: Any, dimensions: int) -> bool:
-        if not (isinstance(x, Tensor) and isinstance(y, Tensor) and y.dim() == dimensions):
+        if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
             return False
-        right = x.shape[dimensions:] == self.engine.raw_shape and are_labels(y)
-        return right and self.engine.simple(stack, y)
+        engine = self.engine
+        right = x.shape[dimensions:] == engine.raw_shape and engine.are_labels(y, dimensions)
+        return right and engine.simple(stack, y)
 
     def _work(self, stack: Stack) -> Iterator[tuple[slice, list[int], Work]]:
         """Rows of the block, the sizes of batches that follow one another, and their samples."""

@@ -1,214 +1,64 @@
-"""A chain of layers as a C program: what stands below chain.c, and how it is called.
+"""A chain of layers as a C program: the calls that stand below chain.c.
 
 Taken are classifiers that are chains of linear layers, convolutions with stride 1, ReLU and
 max-pooling without overlap; `write` says of any other model why not. Results equal those of the
 modules up to rounding, and the engine compares both before it relies on it.
 """
 
-import ctypes
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from importlib.resources import files
-from itertools import accumulate
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from prefed.core.c_programs import CannotCompile, compiled
-from prefed.core.hooks import hooked
-from prefed.core.layout import Entry, Layout, row_major
+from prefed.core.layout import Layout, row_major
 from prefed.training.engines.linear_chains import chain
+from prefed.training.engines.native_writing import (
+    TYPES,
+    Memory,
+    NotNative,
+    Shape,
+    Vectors,
+    Written,
+    check_layer,
+)
 
-TYPES = {torch.float32: ("float", "int32_t", 4), torch.float64: ("double", "int64_t", 8)}
 KINDS = (nn.Identity, nn.Flatten, nn.Linear, nn.Conv2d, nn.ReLU, nn.MaxPool2d)
-LARGEST_KERNEL, MOST_LAYERS, MOST_FIELDS = 7, 8, 16
-PAGE = 4096
-"""Bytes."""
+LARGEST_KERNEL, MOST_LAYERS = 7, 8
+POINTS = 6
+"""In each direction, of convolutions in Winograd's form (winograd.c)."""
+FEWEST_CHANNELS = 6
+"""Of the input and of the output of such a convolution: with three the plain form is faster."""
 LARGEST_UNROLLED = 1 << 16
 """Numbers between two layers of a sample, at most: beyond, what is between layers leaves the cache,
 and torch's own convolutions are better at it."""
 
-Shape = tuple[int, ...]
-
-
-class NotNative(Exception):
-    """Why a model cannot be written in C."""
-
-
-@dataclass(frozen=True)
-class Vectors:
-    """How many samples the program takes at a time."""
-
-    lanes: int
-    """Numbers in a vector."""
-    width: int
-    """Samples, a multiple of the lanes."""
-    rows: int
-    """Vectors that a product holds in registers."""
-
-    @classmethod
-    def of(cls, batch: int, size: int, capability: str | None = None) -> "Vectors":
-        """For batches of this size, of numbers of this many bytes: as few samples that are none as
-        can be."""
-        kinds = {"AVX512": [(64, 4, 24), (32, 8, 24)], "AVX2": [(32, 4, 12)]}
-        capability = capability or torch.backends.cpu.get_cpu_capability()
-        found = []
-        for nbytes, most, rows in kinds.get(capability, [(16, 4, 16)]):
-            lanes = nbytes // size
-            parts = math.ceil(batch / (most * lanes))
-            width = lanes * math.ceil(batch / (parts * lanes))
-            found.append((parts * width, -lanes, cls(lanes, width, rows)))
-        return min(found, key=lambda one: one[:2])[2]
-
 
 @dataclass
-class Writer:
+class Writer(Memory):
     """Collects the calls of a pass forward, and of the one back in reverse order."""
 
-    layout: Layout
-    lanes: int
-    width: int
+    lanes: int = 0
+    width: int = 0
     forward: list[str] = field(default_factory=list)
     back: list[list[str]] = field(default_factory=list)
-    memory: int = 0
-    """Numbers that a pass needs between its layers."""
     widest: int = 0
-    used: set[str] = field(default_factory=set)
-    """Parameters that have their place in the program."""
     ends_with_weights: bool = False
     """The way back of the last layer so far does not look at its output."""
 
-    def buffer(self, features: int, width: int | None = None) -> str:
+    def buffer(self, features: int) -> str:
         """Memory for so many numbers of each sample."""
         self.widest = max(self.widest, features)
-        start, self.memory = self.memory, self.memory + features * (width or self.width)
-        self.memory += -self.memory % 16
-        return f"(scratch + {start})"
-
-    def parameter(self, name: str) -> Entry:
-        """Where it lies in the flat vector."""
-        entry = next((entry for entry in self.layout.entries if entry.name == name), None)
-        if entry is None:
-            raise NotNative(f"{name} is a parameter that stands in several places")
-        self.used.add(name)
-        return entry
-
-
-class Program:
-    """A chain in C: for this model, samples of this shape and batches of about this size."""
-
-    def __init__(
-        self, module: nn.Module, layout: Layout, sample: Shape, dtype: torch.dtype, batch: int
-    ) -> None:
-        self.source, self.memory = write(module, layout, sample, dtype, batch)
-        self.dtype, self.size, self.features = dtype, layout.size, math.prod(sample)
-
-    @cached_property
-    def library(self) -> ctypes.CDLL:
-        """Compiled when it is first needed."""
-        return compiled(self.source)
-
-    def scratch(self) -> Tensor:
-        """The memory of a pass, for one thread."""
-        return torch.empty(self.memory, dtype=self.dtype)
-
-    def gradients(
-        self, w: Tensor, g: Tensor, x: Tensor, y: Tensor, losses: Tensor, scratch: Tensor
-    ) -> None:
-        """Those of one batch of each client: w and g (C, d), x (C, B, ...), y (C, B)."""
-        failed = self.library.gradients(
-            *map(ctypes.c_int64, y.shape), pointer(w), pointer(g), ctypes.c_int64(w.stride(0)),
-            pointer(x), ctypes.c_int64(x.stride(0)), pointer(y), ctypes.c_int64(y.stride(0)),
-            pointer(losses), pointer(scratch),
-        )  # fmt: skip
-        _raise_if(failed)
-
-    def rule(self, lines: str, state: Sequence[str]) -> Any:
-        """A step of a rule, as `steps` takes it."""
-        if len(state) > MOST_FIELDS:
-            raise CannotCompile(f"a rule with more than {MOST_FIELDS} fields")
-        real, _, _ = TYPES[self.dtype]
-        source = [
-            f"#define REAL {real}",
-            f"#define SIZE {self.size}",
-            _text("rule.c"),
-            "void rule(real *restrict w, const real *restrict g, real *const *state, real lr)",
-            "{",
-            *(f"    real *restrict {name} = state[{i}];" for i, name in enumerate(state)),
-            lines,
-            "}",
-        ]
-        return compiled("\n".join(source)).rule
-
-    def room(self, state: Mapping[str, Tensor], batch: int) -> int:
-        """How many numbers hold the weights, the gradient, a batch and this state of one client in
-        `steps`, each with two pages around it."""
-        own = [value[0].numel() for value in state.values()]
-        numbers = [self.size, self.size, batch * self.features, *own]
-        return sum(numbers) + 2 * PAGE // self.dtype.itemsize * len(numbers)
-
-    def steps(
-        self,
-        rule: Any,
-        w: Tensor,
-        state: Mapping[str, Tensor],
-        sizes: Sequence[int],
-        x: Tensor,
-        y: Tensor,
-        numbers: Tensor | None,
-        losses: Tensor,
-        lr: float,
-        decay: float,
-        memory: Tensor,
-        scratch: Tensor,
-    ) -> None:
-        """Local steps of each client with a rule in C, on batches of these sizes that follow one
-        another in y (C, ...) and in x, or whose samples in x have these numbers (C, ...). The sums
-        of the losses are added to `losses`. `memory` is for what `room` says."""
-        starts = [0, *accumulate(sizes)][:-1]
-        integers, fields = ctypes.c_int64 * len(sizes), list(state.values())
-        failed = self.library.steps(
-            ctypes.c_int64(len(w)), ctypes.c_int64(len(sizes)), integers(*starts),
-            integers(*sizes), pointer(w), pointer(x), ctypes.c_int64(x.stride(0)),
-            None if numbers is None else pointer(numbers), ctypes.c_int64(len(x)), pointer(y),
-            ctypes.c_int64(y.stride(0)), pointer(losses), rule, len(fields),
-            (ctypes.c_void_p * len(fields))(*(value.data_ptr() for value in fields)),
-            (ctypes.c_int64 * len(fields))(*(value[0].numel() for value in fields)),
-            ctypes.c_double(lr), ctypes.c_double(decay), pointer(memory), pointer(scratch),
-        )  # fmt: skip
-        _raise_if(failed)
-
-
-def pointer(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
-
-
-def _raise_if(failed: int) -> None:
-    if failed:
-        what = "a label is none of the model's classes", "a client has a sample that is not there"
-        raise IndexError(what[-failed - 1])
-
-
-def _text(name: str) -> str:
-    return files("prefed.training.engines").joinpath(name).read_text()
+        return self.numbers(features * self.width)
 
 
 def write(
     module: nn.Module, layout: Layout, sample: Shape, dtype: torch.dtype, batch: int
-) -> tuple[str, int]:
-    """The program, and the numbers of memory that a pass needs."""
-    if dtype not in TYPES:
-        raise NotNative(f"weights of type {dtype}")
-    real, whole, size = TYPES[dtype]
-    vectors = Vectors.of(batch, size)
-    out = Writer(layout, vectors.lanes, vectors.width)
+) -> Written:
+    vectors = Vectors.of(batch, TYPES[dtype][2])
+    out = Writer(layout, lanes=vectors.lanes, width=vectors.width)
     shape, a = _layers(module, sample, out)
-    unused = {entry.name for entry in layout.entries} - out.used
-    if unused:
-        raise NotNative(f"{min(unused)} is a parameter of no layer")
+    out.check_all_used()
     if len(shape) != 1 or not out.ends_with_weights:
         raise NotNative("its last layer is not a linear one")
     (classes,) = shape
@@ -225,22 +75,11 @@ def write(
                 d, other = other, d if d in turns else turns[1]
             else:
                 lines.append(line.replace("DY", d).replace("DX", other))
-    head = {"REAL": real, "WHOLE": whole, "LANES": vectors.lanes, "WIDTH": vectors.width}
-    head |= {"ROWS": vectors.rows, "FEATURES": math.prod(sample), "SIZE": layout.size}
-    head |= {"PAGE": PAGE, "MOST_FIELDS": MOST_FIELDS}
-    program = "\n".join(
-        [
-            *(f"#define {name} {value}" for name, value in head.items()),
-            _text("chain.c"),
-            "static int pass(const real *w, real *g, const real *x, const int64_t *y, int count,",
-            "                int64_t of, int add, double *loss, real *scratch)",
-            "{",
-            *(f"    {line}" for line in lines),
-            "    return 0;",
-            "}",
-        ]
+    files = (
+        ("chain.c", "winograd.c") if any("winograd(" in line for line in lines) else ("chain.c",)
     )
-    return program, out.memory
+    width = vectors.width
+    return Written(lines, out.size, vectors.lanes, width, vectors.rows, samples=width, files=files)
 
 
 def _layers(module: nn.Module, shape: Shape, out: Writer) -> tuple[Shape, str]:
@@ -250,10 +89,7 @@ def _layers(module: nn.Module, shape: Shape, out: Writer) -> tuple[Shape, str]:
     if sum(type(layer) in (nn.Linear, nn.Conv2d) for _, layer in layers) > MOST_LAYERS:
         raise NotNative(f"it has more than {MOST_LAYERS} layers, which take long to compile")
     for prefix, layer in layers:
-        if hooked(layer) or not all(p.requires_grad for p in layer.parameters()):
-            raise NotNative(f"layer {prefix.rstrip('.')} is frozen, or somebody listens to it")
-        if type(layer) not in KINDS or "forward" in vars(layer):  # subclasses may do otherwise
-            raise NotNative(f"no C is written for {type(layer).__name__}")
+        check_layer(prefix.rstrip("."), layer, KINDS)
         match layer:
             case nn.Identity():
                 continue
@@ -298,7 +134,7 @@ def _linear(
     else:
         stride = layer.in_features + -layer.in_features % out.lanes
         rows = out.buffer(stride)
-        lines = [f"samples_first({layer.in_features}, {stride}, {x}, {rows});"]
+        lines = [f"samples_first({layer.in_features}, {stride}, (vec *){x}, {rows});"]
     lines.append(f"linear_weight({sizes}, {stride}, count, DY, {rows}, g + {w}, {into}, add);")
     if not first:
         lines += [f"linear_input({sizes}, w + {w}, (vec *)DY, (vec *)DX);", "swap"]
@@ -329,14 +165,48 @@ def _conv(
         out.forward.append(f"with_border({c}, {h}, {w}, {p}, (vec *){x}, (vec *){bordered});")
         x = bordered
     y = out.buffer(math.prod(shape))
-    out.forward.append(f"conv({sizes}, w + {here}, {bias}, (vec *){x}, (vec *){y});")
-    lines = [f"conv_weight({sizes}, (vec *)DY, (vec *){x}, g + {here}, {into}, add);"]
+    if few_products(c, shape, k):
+        lines = _winograd(sizes, c, shape, here, bias, into, x, y, first, out)
+    else:
+        out.forward.append(f"conv({sizes}, w + {here}, {bias}, (vec *){x}, (vec *){y});")
+        lines = [f"conv_weight({sizes}, (vec *)DY, (vec *){x}, g + {here}, {into}, add);"]
+        if not first:
+            lines.append(f"conv_input({sizes}, w + {here}, (vec *)DY, (vec *)DX);")
     if not first:
-        lines += [f"conv_input({sizes}, w + {here}, (vec *)DY, (vec *)DX);", "swap"]
+        lines.append("swap")
         if p:
             lines += [f"without_border({c}, {h}, {w}, {p}, (vec *)DY, (vec *)DX);", "swap"]
     out.back.append(lines)
     return shape, y
+
+
+def few_products(channels: int, shape: Shape, k: int) -> bool:
+    """Winograd's form pays: enough channels to share what is done for a tile, and whole tiles."""
+    outputs, high, wide = shape
+    tile = POINTS + 1 - k
+    return k in (3, 5) and min(channels, outputs) >= FEWEST_CHANNELS and min(high, wide) >= tile
+
+
+def _winograd(
+    sizes: str, c: int, shape: Shape, here: int, bias: str, into: str, x: str, y: str, first: bool,
+    out: Writer,
+) -> list[str]:  # fmt: skip
+    """A convolution in Winograd's form; the lines of its way back."""
+    vectors, lanes, pairs, o = out.width // out.lanes, out.lanes, POINTS * POINTS, shape[0]
+    inputs, outputs = c * vectors + 1, o * vectors + 1
+    """Vectors from one pair of points to the next, which are never a power of two."""
+    wide = c + -c % lanes
+    u, du = out.numbers(pairs * c * o), out.numbers(pairs * c * o)
+    v, at = out.numbers(pairs * inputs * lanes), out.numbers(pairs * outputs * lanes)
+    turned = out.numbers(wide * out.width)
+    out.forward.append(
+        f"winograd({sizes}, {inputs}, w + {here}, {bias}, (vec *){x}, (vec *){y}, {u}, (vec *){v});"
+    )
+    dx = "0" if first else "(vec *)DX"
+    return [
+        f"winograd_back({sizes}, {inputs}, {outputs}, {wide}, count, (vec *)DY, (vec *){x}, "
+        f"g + {here}, {into}, {dx}, add, {u}, (vec *){v}, (vec *){at}, {turned}, {du});"
+    ]
 
 
 def _pool(layer: nn.MaxPool2d, shape: Shape, x: str, out: Writer) -> tuple[Shape, str]:

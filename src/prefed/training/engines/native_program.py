@@ -1,0 +1,129 @@
+"""A model in C, and how it is called."""
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prefed.core.c_programs import CannotCompile, compiled
+from prefed.core.layout import Layout
+from prefed.training.engines import native_chains, native_transformers
+from prefed.training.engines.native_writing import (
+    MOST_FIELDS,
+    PAGE,
+    TYPES,
+    NotNative,
+    Shape,
+    text,
+)
+
+
+class Program:
+    """For this model, samples of this shape and batches of about this size."""
+
+    def __init__(
+        self, module: nn.Module, layout: Layout, sample: Shape, dtype: torch.dtype, batch: int
+    ) -> None:
+        if dtype not in TYPES:
+            raise NotNative(f"weights of type {dtype}")
+        known = type(module) in native_transformers.MODELS
+        write = native_transformers.write if known else native_chains.write
+        written = write(module, layout, sample, dtype, batch)
+        self.source, self.memory = written.source(layout, sample, dtype), written.memory
+        self.labels = written.labels
+        """The shape of the labels of one sample."""
+        self.dtype, self.size, self.features = dtype, layout.size, math.prod(sample)
+
+    @cached_property
+    def library(self) -> ctypes.CDLL:
+        """Compiled when it is first needed."""
+        return compiled(self.source)
+
+    def scratch(self) -> Tensor:
+        """The memory of a pass, for one thread."""
+        return torch.empty(self.memory, dtype=self.dtype)
+
+    def gradients(
+        self, w: Tensor, g: Tensor, x: Tensor, y: Tensor, losses: Tensor, scratch: Tensor
+    ) -> None:
+        """Those of one batch of each client: w and g (C, d), x (C, B, ...), y (C, B, ...)."""
+        failed = self.library.gradients(
+            *map(ctypes.c_int64, y.shape[:2]), pointer(w), pointer(g), ctypes.c_int64(w.stride(0)),
+            pointer(x), ctypes.c_int64(x.stride(0)), pointer(y), ctypes.c_int64(y.stride(0)),
+            pointer(losses), pointer(scratch),
+        )  # fmt: skip
+        _raise_if(failed)
+
+    def rule(self, lines: str, state: Sequence[str]) -> Any:
+        """A step of a rule, as `steps` takes it."""
+        if len(state) > MOST_FIELDS:
+            raise CannotCompile(f"a rule with more than {MOST_FIELDS} fields")
+        real, _, _ = TYPES[self.dtype]
+        source = [
+            f"#define REAL {real}",
+            f"#define SIZE {self.size}",
+            text("rule.c"),
+            "void rule(real *restrict w, const real *restrict g, real *const *state, real lr)",
+            "{",
+            *(f"    real *restrict {name} = state[{i}];" for i, name in enumerate(state)),
+            lines,
+            "}",
+        ]
+        return compiled("\n".join(source)).rule
+
+    def room(self, state: Mapping[str, Tensor], batch: int) -> int:
+        """How many numbers hold the weights, the gradient, a batch and this state of one client in
+        `steps`, each with two pages around it."""
+        own = [value[0].numel() for value in state.values()]
+        numbers = [self.size, self.size, batch * self.features, *own]
+        return sum(numbers) + 2 * PAGE // self.dtype.itemsize * len(numbers)
+
+    def steps(
+        self,
+        rule: Any,
+        w: Tensor,
+        state: Mapping[str, Tensor],
+        sizes: Sequence[int],
+        x: Tensor,
+        y: Tensor,
+        numbers: Tensor | None,
+        losses: Tensor,
+        lr: float,
+        decay: float,
+        memory: Tensor,
+        scratch: Tensor,
+    ) -> None:
+        """Local steps of each client with a rule in C, on batches of these sizes that follow one
+        another in y (C, ...) and in x, or whose samples in x have these numbers (C, ...). The sums
+        of the losses are added to `losses`. `memory` is for what `room` says."""
+        starts = [0, *accumulate(sizes)][:-1]
+        integers, fields = ctypes.c_int64 * len(sizes), list(state.values())
+        failed = self.library.steps(
+            ctypes.c_int64(len(w)), ctypes.c_int64(len(sizes)), integers(*starts),
+            integers(*sizes), pointer(w), pointer(x), ctypes.c_int64(x.stride(0)),
+            None if numbers is None else pointer(numbers), ctypes.c_int64(len(x)), pointer(y),
+            ctypes.c_int64(y.stride(0)), pointer(losses), rule, len(fields),
+            (ctypes.c_void_p * len(fields))(*(value.data_ptr() for value in fields)),
+            (ctypes.c_int64 * len(fields))(*(value[0].numel() for value in fields)),
+            ctypes.c_double(lr), ctypes.c_double(decay), pointer(memory), pointer(scratch),
+        )  # fmt: skip
+        _raise_if(failed)
+
+
+def pointer(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _raise_if(failed: int) -> None:
+    if failed:
+        what = (
+            "a label is none of the model's classes",
+            "a client has a sample that is not there",
+            "a symbol is none of the model's",
+        )
+        raise IndexError(what[-failed - 1])

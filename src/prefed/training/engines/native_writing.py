@@ -1,0 +1,149 @@
+"""A model as C: what every program has, whatever the model."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+
+import torch
+from torch import nn
+
+from prefed.core.hooks import hooked
+from prefed.core.layout import Entry, Layout
+
+TYPES = {torch.float32: ("float", "int32_t", 4), torch.float64: ("double", "int64_t", 8)}
+MOST_FIELDS = 16
+"""Of the state of a rule."""
+PAGE = 4096
+"""Bytes."""
+
+Shape = tuple[int, ...]
+
+
+class NotNative(Exception):
+    """Why a model cannot be written in C."""
+
+
+def _kinds(capability: str | None) -> list[tuple[int, int, int]]:
+    """Vectors of the processor, widest first: bytes, how many samples fill at most, rows."""
+    kinds = {"AVX512": [(64, 4, 24), (32, 8, 24)], "AVX2": [(32, 4, 12)]}
+    capability = capability or torch.backends.cpu.get_cpu_capability()
+    return kinds.get(capability, [(16, 4, 16)])
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """How many samples the program takes at a time."""
+
+    lanes: int
+    """Numbers in a vector."""
+    width: int
+    """Samples, a multiple of the lanes."""
+    rows: int
+    """Vectors that a product holds in registers."""
+
+    @classmethod
+    def of(cls, batch: int, size: int, capability: str | None = None) -> "Vectors":
+        """For batches of this size, of numbers of this many bytes: as few samples that are none as
+        can be."""
+        found = []
+        for nbytes, most, rows in _kinds(capability):
+            lanes = nbytes // size
+            parts = math.ceil(batch / (most * lanes))
+            width = lanes * math.ceil(batch / (parts * lanes))
+            found.append((parts * width, -lanes, cls(lanes, width, rows)))
+        return min(found, key=lambda one: one[:2])[2]
+
+    @classmethod
+    def widest(cls, size: int) -> tuple[int, int]:
+        """Lanes for numbers of this many bytes, and rows."""
+        nbytes, _, rows = _kinds(None)[0]
+        return nbytes // size, rows
+
+
+@dataclass(frozen=True)
+class Written:
+    """A model in C, for batches of a size."""
+
+    lines: list[str]
+    """Of `pass`: forward and back for as many samples as are taken at a time."""
+    memory: int
+    """Numbers that a pass needs."""
+    lanes: int
+    """Numbers in a vector."""
+    width: int
+    """Columns of what lies between layers, a multiple of the lanes."""
+    rows: int
+    """Vectors that a product holds in registers."""
+    samples: int
+    """In a pass."""
+    files: tuple[str, ...] = ("chain.c",)
+    """What stands above it."""
+    sizes: dict[str, object] = field(default_factory=dict)
+    """Names of numbers in these files."""
+    tables: Sequence[str] = ()
+    """Lines between the files and `pass`."""
+    labels: Shape = ()
+    """The shape of the labels of one sample."""
+
+    def source(self, layout: Layout, sample: Shape, dtype: torch.dtype) -> str:
+        """The whole program."""
+        real, whole, _ = TYPES[dtype]
+        head: dict[str, object] = {"REAL": real, "WHOLE": whole, "LANES": self.lanes}
+        head |= {"WIDTH": self.width, "ROWS": self.rows, "SAMPLES": self.samples}
+        head |= {"FEATURES": math.prod(sample), "LABELS": math.prod(self.labels)}
+        head |= {"SIZE": layout.size, "PAGE": PAGE, "MOST_FIELDS": MOST_FIELDS, **self.sizes}
+        return "\n".join(
+            [
+                *(f"#define {name} {value}" for name, value in head.items()),
+                *map(text, self.files),
+                *self.tables,
+                "static int pass(const real *w, real *g, const real *x, const int64_t *y,",
+                "                int count, int64_t of, int add, double *loss, real *scratch)",
+                "{",
+                *(f"    {line}" for line in self.lines),
+                "    return 0;",
+                "}",
+            ]
+        )
+
+
+@dataclass
+class Memory:
+    """Where the parameters of a model lie, and what a pass needs beside them."""
+
+    layout: Layout
+    size: int = 0
+    """Numbers so far."""
+    used: set[str] = field(default_factory=set)
+    """Parameters that have their place in the program."""
+
+    def numbers(self, count: int) -> str:
+        """Memory for so many numbers."""
+        start, self.size = self.size, self.size + count + -count % 16
+        return f"(scratch + {start})"
+
+    def parameter(self, name: str) -> Entry:
+        """Where it lies in the flat vector."""
+        entry = next((entry for entry in self.layout.entries if entry.name == name), None)
+        if entry is None:
+            raise NotNative(f"{name} is a parameter that stands in several places")
+        self.used.add(name)
+        return entry
+
+    def check_all_used(self) -> None:
+        unused = {entry.name for entry in self.layout.entries} - self.used
+        if unused:
+            raise NotNative(f"{min(unused)} is a parameter of no layer")
+
+
+def check_layer(name: str, layer: nn.Module, kinds: tuple[type[nn.Module], ...]) -> None:
+    """It is one of these as it was written: subclasses may do otherwise."""
+    if hooked(layer) or not all(p.requires_grad for p in layer.parameters()):
+        raise NotNative(f"layer {name} is frozen, or somebody listens to it")
+    if type(layer) not in kinds or "forward" in vars(layer):
+        raise NotNative(f"no C is written for {type(layer).__name__}")
+
+
+def text(name: str) -> str:
+    return files("prefed.training.engines").joinpath(name).read_text()

@@ -1,0 +1,141 @@
+"""Transformers in C, against autograd and the sequential engine."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import prefed
+from prefed.core.layout import Layout
+from prefed.models.chars import CharTransformer
+from prefed.models.gpt import GPT
+from prefed.models.vit import ViT
+from prefed.training.engines.native_program import Program
+from tests.helpers.engine_runs import run, same
+
+pytestmark = pytest.mark.process
+SYMBOLS, LENGTH = 7, 21
+
+
+def gpt(**options: Any) -> nn.Module:
+    return GPT((LENGTH,), SYMBOLS, width=12, layers=2, heads=3, **options)
+
+
+def characters() -> nn.Module:
+    return CharTransformer((LENGTH,), SYMBOLS, width=8, layers=1, heads=2)
+
+
+def long_text() -> nn.Module:
+    """Longer than what is taken at a time, and than one vector."""
+    return CharTransformer((150,), SYMBOLS, width=4, layers=1, heads=1)
+
+
+def vit(**options: Any) -> nn.Module:
+    return ViT((2, 6, 9), 5, width=10, layers=2, heads=2, patch=3, **options)
+
+
+def samples(model: nn.Module, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x and y of three clients."""
+    generator = torch.Generator().manual_seed(1)
+    if isinstance(model, ViT):
+        x = torch.randn(3, batch, 2, 6, 9, dtype=dtype, generator=generator)
+        return x, torch.randint(5, (3, batch), generator=generator)
+    assert isinstance(model, GPT | CharTransformer)
+    assert model.positions is not None
+    shape = 3, batch, len(model.positions)
+    x, y = (torch.randint(SYMBOLS, shape, generator=generator) for _ in range(2))
+    return x.to(dtype), y
+
+
+def text(clients: int = 4) -> prefed.FederatedData:
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for n in (7, 12, 9, 6)[:clients]:
+        line = torch.randint(SYMBOLS, (n, LENGTH + 1), generator=generator)
+        made.append((line[:, :-1].to(torch.uint8), line[:, 1:].contiguous()))
+    return prefed.FederatedData(made, test=made[0])
+
+
+@pytest.mark.parametrize("make", [gpt, characters, long_text, vit])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_are_those_of_autograd(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+    """Of three clients, in batches that one pass holds, that need several, and whose last is short;
+    infinite weights end in NaN."""
+    torch.manual_seed(0)
+    model = make().to(dtype)
+    layout = Layout.of(model.named_parameters())
+    sample = tuple(samples(model, 1, dtype)[0].shape[2:])
+    program = Program(model, layout, sample, dtype, 20)
+    generator = torch.Generator().manual_seed(1)
+    w = 0.3 * torch.randn(3, layout.size, dtype=dtype, generator=generator)
+    for batch in (1, 3, 13, 20):
+        x, y = samples(model, batch, dtype)
+        g, losses = torch.full_like(w, 7.0), torch.zeros(3, dtype=dtype)
+        program.gradients(w, g, x, y, losses, program.scratch())
+        for client in range(3):
+            views = layout.views(w[client])
+            leaves = {name: view.clone().requires_grad_() for name, view in views.items()}
+            output = torch.func.functional_call(model, leaves, (x[client],))
+            loss = nn.functional.cross_entropy(output, y[client])
+            found = torch.autograd.grad(loss, [*leaves.values()])
+            tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+            torch.testing.assert_close(losses[client], loss, rtol=tolerance, atol=tolerance)
+            for own, wanted in zip(layout.views(g[client]).values(), found, strict=True):
+                torch.testing.assert_close(own, wanted, rtol=tolerance, atol=tolerance)
+    w[1] = float("inf")
+    program.gradients(w, g, x, y, losses.zero_(), program.scratch())
+    assert losses.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("name", ["fedavg", "prefed", "prefeds", "scaffold", "fedadam", "fedpac"])
+def test_runs_equal_those_of_the_sequential_engine(name: str) -> None:
+    torch.manual_seed(0)
+    model = gpt().double()
+    one, other = (
+        run(name, model, engine, data=text(), rounds=2) for engine in ("sequential", "native")
+    )
+    same(one, other, 1e-9)
+
+
+def test_bits_do_not_depend_on_the_number_of_workers() -> None:
+    torch.manual_seed(0)
+    model = gpt()
+    one, two = (run("prefed", model, "native", data=text(), workers=n, rounds=2) for n in (1, 2))
+    assert torch.equal(one.weights, two.weights)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: gpt(dropout=0.1), "draws numbers"),
+        (lambda: gpt(positions="rotary"), "rotary"),
+    ],
+    ids=["dropout", "rotary"],
+)
+def test_what_has_no_c_trains_without_after_one_line(
+    make: Callable[[], nn.Module], reason: str
+) -> None:
+    with pytest.warns(prefed.EngineWarning, match=f"not in C .*{reason}"):
+        run("fedavg", make(), "native", data=text(), rounds=1)
+
+
+def test_a_frozen_layer_has_no_c() -> None:
+    model = gpt()
+    for parameter in model.get_submodule("blocks.0").parameters():
+        parameter.requires_grad_(False)
+    with pytest.warns(prefed.EngineWarning, match="not in C .*frozen"):
+        run("fedavg", model, "native", data=text(), rounds=1)
+
+
+def test_a_symbol_that_the_model_does_not_have_is_an_error() -> None:
+    data = text()
+    x, y = data.client(0).all()
+    assert isinstance(x, Tensor)
+    for bad in (SYMBOLS, -1):
+        wrong = x.long()
+        wrong[-1, 3] = bad
+        one = prefed.FederatedData([(x.long(), y), (wrong, y)])
+        with pytest.raises((IndexError, prefed.PrefedError), match="symbol"):
+            run("fedavg", gpt(), "native", data=one, rounds=1, clients_per_round=None)
