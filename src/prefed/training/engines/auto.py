@@ -56,8 +56,9 @@ MARGIN = 0.95
 
 MEASURED = ("sequential", "vectorised", "native")
 """The engines that "auto" chooses from."""
-WORTH_COMPILING = 20.0
-"""Seconds of a run from which on it is worth compiling a C program, which takes a few."""
+WORTH_COMPILING = 5.0
+"""A run has to last this many times as long as compiling a C program takes, which is some
+seconds."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,8 @@ def choose(
     a_run = a_round * settings.rounds
     if a_run < BRIEF_RUN:
         found = alone
-    if a_run > WORTH_COMPILING and native is not None and native.why_not() is None:
+    compiling = math.inf if native is None else native.program.compiling
+    if a_run > WORTH_COMPILING * compiling and native is not None and native.why_not() is None:
         found += [Choice("native", choice.workers) for choice in found[::-1]
                   if choice.engine == "sequential"]  # fmt: skip
     for choice in found:

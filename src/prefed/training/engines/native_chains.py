@@ -187,24 +187,49 @@ def few_products(channels: int, shape: Shape, k: int) -> bool:
     return k in (3, 5) and min(channels, outputs) >= FEWEST_CHANNELS and min(high, wide) >= tile
 
 
+@dataclass(frozen=True)
+class Winograd:
+    """What a convolution in Winograd's form needs beside its images."""
+
+    inputs: int
+    outputs: int
+    lanes: int
+    width: int
+
+    @property
+    def apart(self) -> tuple[int, int]:
+        """Vectors from one pair of points to the next, of the input and of the output: never a
+        power of two, whose places in the cache would be the same."""
+        vectors = self.width // self.lanes
+        return self.inputs * vectors + 1, self.outputs * vectors + 1
+
+    @property
+    def wide(self) -> int:
+        """Numbers from one sample to the next where its channels lie together."""
+        return self.inputs + -self.inputs % self.lanes
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Numbers."""
+        pairs, products = POINTS * POINTS, POINTS * POINTS * self.inputs * self.outputs
+        v, at = (pairs * apart * self.lanes for apart in self.apart)
+        return {"u": products, "v": v, "at": at, "turned": self.wide * self.width, "du": products}
+
+
 def _winograd(
     sizes: str, c: int, shape: Shape, here: int, bias: str, into: str, x: str, y: str, first: bool,
     out: Writer,
 ) -> list[str]:  # fmt: skip
     """A convolution in Winograd's form; the lines of its way back."""
-    vectors, lanes, pairs, o = out.width // out.lanes, out.lanes, POINTS * POINTS, shape[0]
-    inputs, outputs = c * vectors + 1, o * vectors + 1
-    """Vectors from one pair of points to the next, which are never a power of two."""
-    wide = c + -c % lanes
-    u, du = out.numbers(pairs * c * o), out.numbers(pairs * c * o)
-    v, at = out.numbers(pairs * inputs * lanes), out.numbers(pairs * outputs * lanes)
-    turned = out.numbers(wide * out.width)
+    form = Winograd(c, shape[0], out.lanes, out.width)
+    inputs, outputs = form.apart
+    u, v, at, turned, du = map(out.numbers, form.memory.values())
     out.forward.append(
         f"winograd({sizes}, {inputs}, w + {here}, {bias}, (vec *){x}, (vec *){y}, {u}, (vec *){v});"
     )
     dx = "0" if first else "(vec *)DX"
     return [
-        f"winograd_back({sizes}, {inputs}, {outputs}, {wide}, count, (vec *)DY, (vec *){x}, "
+        f"winograd_back({sizes}, {inputs}, {outputs}, {form.wide}, count, (vec *)DY, (vec *){x}, "
         f"g + {here}, {into}, {dx}, add, {u}, (vec *){v}, (vec *){at}, {turned}, {du});"
     ]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from prefed.core.c_programs import CannotCompile, compiled
 from prefed.core.layout import Layout
-from prefed.training.engines import native_chains, native_transformers
+from prefed.training.engines import native_chains, native_resnets, native_transformers
 from prefed.training.engines.native_writing import (
     MOST_FIELDS,
     PAGE,
@@ -31,12 +31,11 @@ class Program:
     ) -> None:
         if dtype not in TYPES:
             raise NotNative(f"weights of type {dtype}")
-        known = type(module) in native_transformers.MODELS
-        write = native_transformers.write if known else native_chains.write
-        written = write(module, layout, sample, dtype, batch)
+        writers = (w for w in (native_transformers, native_resnets) if type(module) in w.MODELS)
+        written = next(writers, native_chains).write(module, layout, sample, dtype, batch)
         self.source, self.memory = written.source(layout, sample, dtype), written.memory
-        self.labels = written.labels
-        """The shape of the labels of one sample."""
+        self.labels, self.compiling = written.labels, written.compiling
+        """The shape of the labels of one sample; the seconds that a compiler takes, about."""
         self.dtype, self.size, self.features = dtype, layout.size, math.prod(sample)
 
     @cached_property

@@ -91,7 +91,7 @@ def write(
     labels = () if vit else (tokens,)
     files = "chain.c", "transformer.c"
     return Written(
-        lines, out.size, lanes, width, rows, sequences, files, sizes, tables, labels
+        lines, out.size, lanes, width, rows, sequences, files, sizes, tables, labels, compiling=6.0
     )  # fmt: skip
 
 

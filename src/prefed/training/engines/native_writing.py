@@ -85,6 +85,8 @@ class Written:
     """Lines between the files and `pass`."""
     labels: Shape = ()
     """The shape of the labels of one sample."""
+    compiling: float = 4.0
+    """Seconds that a compiler takes, about."""
 
     def source(self, layout: Layout, sample: Shape, dtype: torch.dtype) -> str:
         """The whole program."""

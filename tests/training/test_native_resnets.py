@@ -1,0 +1,86 @@
+"""Residual networks in C, against autograd and the sequential engine."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import prefed
+from prefed.core.layout import Layout
+from prefed.models.resnet import ResNet, resnet8
+from prefed.training.engines.native_program import Program
+from tests.helpers.engine_runs import run, same
+
+pytestmark = pytest.mark.process
+SAMPLE = (2, 13, 9)
+
+
+def resnet(width: int = 6, groups: int = 3, norm: Any = "group") -> nn.Module:
+    """Two stages, the first of two blocks, on images whose sides are odd, so that the last tiles
+    overlap; 13 and 7 rows."""
+    torch.manual_seed(0)
+    return ResNet(SAMPLE[0], 3, (2, 1), width, norm, groups)
+
+
+def pictures() -> prefed.FederatedData:
+    generator = torch.Generator().manual_seed(0)
+    clients = [
+        (torch.randn(n, *SAMPLE, dtype=torch.float64, generator=generator), torch.arange(n) % 3)
+        for n in (7, 12, 9, 6)
+    ]
+    return prefed.FederatedData(clients, test=clients[0])
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
+@pytest.mark.parametrize("width", [4, 6], ids=["plain", "Winograd"])
+def test_gradients_are_those_of_autograd(last: bool, width: int) -> None:
+    """Of two clients, on batches that fit the vectors and on others; infinite weights end in
+    NaN."""
+    model = resnet(width, 2).double()
+    for parameter in model.parameters() if last else ():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.to(memory_format=torch.channels_last)
+    layout = Layout.of(model.named_parameters())
+    program = Program(model, layout, SAMPLE, torch.float64, 20)
+    generator = torch.Generator().manual_seed(1)
+    w = 0.3 * torch.randn(2, layout.size, dtype=torch.float64, generator=generator)
+    for batch in (1, 20, 37):
+        x = torch.randn(2, batch, *SAMPLE, dtype=torch.float64, generator=generator)
+        y = torch.randint(3, (2, batch), generator=generator)
+        g, losses = torch.full_like(w, 7.0), w.new_zeros(2)
+        program.gradients(w, g, x, y, losses, program.scratch())
+        for client in range(2):
+            views = layout.views(w[client])
+            leaves = {name: view.clone().requires_grad_() for name, view in views.items()}
+            output = torch.func.functional_call(model, leaves, (x[client],))
+            loss = nn.functional.cross_entropy(output, y[client])
+            found = torch.autograd.grad(loss, [*leaves.values()])
+            torch.testing.assert_close(losses[client], loss, rtol=1e-11, atol=1e-11)
+            for own, wanted in zip(layout.views(g[client]).values(), found, strict=True):
+                torch.testing.assert_close(own, wanted, rtol=1e-11, atol=1e-11)
+    w[1] = float("inf")
+    program.gradients(w, g, x, y, losses.zero_(), program.scratch())
+    assert losses.isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("name", ["fedavg", "prefed", "prefeds"])
+def test_runs_equal_those_of_the_sequential_engine(name: str) -> None:
+    model = resnet().double()
+    one, other = (
+        run(name, model, engine, data=pictures(), rounds=2) for engine in ("sequential", "native")
+    )
+    same(one, other, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [(resnet(norm="batch"), "statistics"), (resnet8((2, 40, 40), 3, width=64), "large")],
+    ids=["BatchNorm", "large images"],
+)
+def test_what_has_no_c_trains_without_after_one_line(model: nn.Module, reason: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 2, 40, 40, generator=generator)
+    data = prefed.FederatedData([(x, torch.arange(4) % 3)] * 2)
+    with pytest.warns(prefed.EngineWarning, match=f"not in C .*{reason}"):
+        run("fedavg", model, "native", data=data, rounds=1, clients_per_round=1)
