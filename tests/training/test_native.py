@@ -22,6 +22,7 @@ from prefed.rules.adam import Adam, Yogi
 from prefed.rules.covariance import Covariance
 from prefed.rules.rule import in_c
 from prefed.rules.sgd import SGD
+from prefed.training.engines import native_program, native_writing
 from prefed.training.engines.native_program import Program
 from prefed.training.engines.native_writing import Vectors
 from tests.helpers.engine_runs import batchnorm, run, same
@@ -193,6 +194,16 @@ def test_rules_in_c_are_those_in_torch(rule: Rule, by_number: bool) -> None:
     torch.testing.assert_close(mine[0], w, rtol=0, atol=1e-11)
     for name, value in theirs[1].items():
         torch.testing.assert_close(mine[1][name], value, rtol=0, atol=1e-11)
+
+
+def test_vectors_that_are_too_large_to_copy_train_where_they_lie(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same bits."""
+    copied = run("prefed", relus(), "native", rounds=3)
+    for place in (native_writing, native_program):
+        monkeypatch.setattr(place, "MOST_COPIED", 0)
+    assert torch.equal(run("prefed", relus(), "native", rounds=3).weights, copied.weights)
 
 
 def test_a_rule_that_inherits_has_no_c_of_its_own() -> None:

@@ -466,9 +466,9 @@ static int gather(int64_t count, const int64_t *numbers, int64_t samples, const 
     return 0;
 }
 
-/* All local steps of each client, one client after another, so that its vectors stay in the cache. They
-   are copied for it: a rule that walks along several vectors takes half the time where none of them
-   begins within a cache line, or as far into its page as another.
+/* All local steps of each client, one client after another, so that its vectors stay in the cache. If it is
+   large enough for them they are COPIED: a rule that walks along several vectors takes half the time where
+   none of them begins within a cache line, or as far into its page as another.
    Step k takes sizes[k] samples from starts[k] on. They lie in x as they lie in y, `x_row` numbers from
    client to client; or, if there are `numbers`, these say for each of y which of the `samples` in x it is
    (then LABELS is 1). Field f of the state is rows of lengths[f]. -2 if a number is none of x. */
@@ -477,15 +477,18 @@ int steps(int64_t clients, int64_t count, const int64_t *starts, const int64_t *
           int64_t y_row, real *losses, Rule *rule, int fields, real *const *state, const int64_t *lengths,
           double lr, double decay, real *memory, real *scratch)
 {
-    real *own[MOST_FIELDS], *g = room(&memory, 0, SIZE), *own_w = room(&memory, 1, SIZE);
+    real *own[MOST_FIELDS], *g = room(&memory, 0, SIZE), *own_w = COPIED ? room(&memory, 1, SIZE) : 0;
     int64_t largest = 0;
     for (int64_t k = 0; k < count; k++) largest = sizes[k] > largest ? sizes[k] : largest;
     real *batch = numbers ? room(&memory, 2, largest * FEATURES) : 0;
-    for (int f = 0; f < fields; f++) own[f] = room(&memory, f + 3, lengths[f]);
+    if (COPIED)
+        for (int f = 0; f < fields; f++) own[f] = room(&memory, f + 3, lengths[f]);
     for (int64_t c = 0; c < clients; c++) {
-        memcpy(own_w, w + c * SIZE, SIZE * sizeof(real));
+        if (!COPIED) own_w = w + c * SIZE;
+        else memcpy(own_w, w + c * SIZE, SIZE * sizeof(real));
         for (int f = 0; f < fields; f++)
-            memcpy(own[f], state[f] + c * lengths[f], lengths[f] * sizeof(real));
+            if (!COPIED) own[f] = state[f] + c * lengths[f];
+            else memcpy(own[f], state[f] + c * lengths[f], lengths[f] * sizeof(real));
         for (int64_t k = 0; k < count; k++) {
             const int64_t *labels = y + c * y_row + starts[k] * LABELS;
             if (numbers && gather(sizes[k], numbers + c * y_row + starts[k], samples, x, batch)) return -2;
@@ -496,6 +499,7 @@ int steps(int64_t clients, int64_t count, const int64_t *starts, const int64_t *
                 for (int64_t i = 0; i < SIZE; i++) g[i] += (real)decay * own_w[i];
             rule(own_w, g, own, (real)lr);
         }
+        if (!COPIED) continue;
         memcpy(w + c * SIZE, own_w, SIZE * sizeof(real));
         for (int f = 0; f < fields; f++)
             memcpy(state[f] + c * lengths[f], own[f], lengths[f] * sizeof(real));

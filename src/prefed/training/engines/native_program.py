@@ -14,6 +14,7 @@ from prefed.core.c_programs import CannotCompile, compiled
 from prefed.core.layout import Layout
 from prefed.training.engines import native_chains, native_resnets, native_transformers
 from prefed.training.engines.native_writing import (
+    MOST_COPIED,
     MOST_FIELDS,
     PAGE,
     TYPES,
@@ -76,10 +77,10 @@ class Program:
         return compiled("\n".join(source)).rule
 
     def room(self, state: Mapping[str, Tensor], batch: int) -> int:
-        """How many numbers hold the weights, the gradient, a batch and this state of one client in
-        `steps`, each with two pages around it."""
-        own = [value[0].numel() for value in state.values()]
-        numbers = [self.size, self.size, batch * self.features, *own]
+        """How many numbers hold the gradient, a batch and, if they are copied, the weights and this
+        state of one client in `steps`, each with two pages around it."""
+        own = [self.size, *(value[0].numel() for value in state.values())]
+        numbers = [self.size, batch * self.features, *(own if self.size <= MOST_COPIED else ())]
         return sum(numbers) + 2 * PAGE // self.dtype.itemsize * len(numbers)
 
     def steps(

@@ -16,6 +16,9 @@ MOST_FIELDS = 16
 """Of the state of a rule."""
 PAGE = 4096
 """Bytes."""
+MOST_COPIED = 1 << 16
+"""Weights of a client whose vectors are copied to where they are walked along fastest: larger ones
+do not stay in the cache, and copies would cost more than they gain."""
 
 Shape = tuple[int, ...]
 
@@ -94,7 +97,8 @@ class Written:
         head: dict[str, object] = {"REAL": real, "WHOLE": whole, "LANES": self.lanes}
         head |= {"WIDTH": self.width, "ROWS": self.rows, "SAMPLES": self.samples}
         head |= {"FEATURES": math.prod(sample), "LABELS": math.prod(self.labels)}
-        head |= {"SIZE": layout.size, "PAGE": PAGE, "MOST_FIELDS": MOST_FIELDS, **self.sizes}
+        head |= {"SIZE": layout.size, "COPIED": int(layout.size <= MOST_COPIED)}
+        head |= {"PAGE": PAGE, "MOST_FIELDS": MOST_FIELDS, **self.sizes}
         return "\n".join(
             [
                 *(f"#define {name} {value}" for name, value in head.items()),
