@@ -87,6 +87,7 @@ def test_crop_and_flip() -> None:
     again = CropAndFlip(2)(x, draws.generator(0, "augment", 1, 2, 3))
     assert torch.equal(out, again)
     assert not torch.equal(out, CropAndFlip(2)(x, draws.generator(0, "augment", 1, 2, 4)))
+    assert CropAndFlip(2)(x[:0], draws.generator(0, "augment", 1, 2, 3)).shape == (0, 3, 8, 6)
 
 
 def test_normalise_is_the_formula() -> None:

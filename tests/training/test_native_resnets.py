@@ -1,5 +1,6 @@
 """Residual networks in C, against autograd and the sequential engine."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import prefed
 from prefed.core.layout import Layout
 from prefed.models.resnet import ResNet, resnet8
 from prefed.training.engines.native_program import Program
+from prefed.training.engines.native_writing import NotNative
 from tests.helpers.engine_runs import run, same
 
 pytestmark = pytest.mark.process
@@ -84,3 +86,23 @@ def test_what_has_no_c_trains_without_after_one_line(model: nn.Module, reason: s
     data = prefed.FederatedData([(x, torch.arange(4) % 3)] * 2)
     with pytest.warns(prefed.EngineWarning, match=f"not in C .*{reason}"):
         run("fedavg", model, "native", data=data, rounds=1, clients_per_round=1)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a shortcut that is missing": lambda m: setattr(m.blocks[2], "shortcut", nn.Identity()),
+    "a norm in place of a convolution": lambda m: setattr(m.blocks[0], "conv2", nn.Identity()),
+    "another stride": lambda m: setattr(m.blocks[0].conv2, "stride", (2, 2)),
+    "a head in a sequence": lambda m: setattr(m, "head", nn.Sequential(nn.Linear(12, 3))),
+    "norms that divide by 0": lambda m: setattr(m.norm, "eps", 0.0),
+    "no norm": lambda m: setattr(m.blocks[1], "norm1", nn.Identity()),
+    "other channels": lambda m: setattr(m, "stem", nn.Conv2d(3, 6, 3, padding=1, bias=False)),
+    "a layer behind the blocks": lambda m: m.blocks.append(nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_models_that_were_changed_are_not_written(change: Callable[[Any], object]) -> None:
+    model = resnet()
+    change(model)
+    with pytest.raises(NotNative):
+        Program(model, Layout.of(model.named_parameters()), SAMPLE, torch.float32, 4)

@@ -13,6 +13,7 @@ from prefed.models.chars import CharTransformer
 from prefed.models.gpt import GPT
 from prefed.models.vit import ViT
 from prefed.training.engines.native_program import Program
+from prefed.training.engines.native_writing import NotNative
 from tests.helpers.engine_runs import run, same
 
 pytestmark = pytest.mark.process
@@ -139,3 +140,58 @@ def test_a_symbol_that_the_model_does_not_have_is_an_error() -> None:
         one = prefed.FederatedData([(x.long(), y), (wrong, y)])
         with pytest.raises((IndexError, prefed.PrefedError), match="symbol"):
             run("fedavg", gpt(), "native", data=one, rounds=1, clients_per_round=None)
+
+
+def narrower_block(model: Any) -> None:
+    """Another width inside the second block: memory is for the first's."""
+    model.blocks[1].mlp = nn.Sequential(nn.Linear(12, 1), nn.GELU(), nn.Linear(1, 12))
+
+
+def without_epsilon(model: Any) -> None:
+    for layer in model.modules():
+        if isinstance(layer, nn.LayerNorm):
+            layer.eps = 0.0
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a narrower block": narrower_block,
+    "queries and keys alone": lambda m: setattr(m.blocks[0], "qkv", nn.Linear(12, 24)),
+    "a head in a sequence": lambda m: setattr(m, "head", nn.Sequential(nn.Linear(12, 7))),
+    "no norm": lambda m: setattr(m, "norm", nn.Sequential()),
+    "no activation": lambda m: setattr(m.blocks[0].mlp, "1", nn.Sequential()),
+    "one activation more": lambda m: m.blocks[1].mlp.append(nn.GELU()),
+    "a layer behind the blocks": lambda m: m.blocks.append(nn.GELU()),
+    "one block that sees all": lambda m: setattr(m.blocks[1], "causal", False),
+    "a block that was changed": lambda m: setattr(m.blocks[1], "_dropped", lambda x: 2 * x),
+    "gradients by frequency": lambda m: setattr(m.embed, "scale_grad_by_freq", True),
+    "norms that divide by 0": without_epsilon,
+    "heads that differ": lambda m: setattr(m.blocks[1], "heads", 2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_models_that_were_changed_are_not_written(change: Callable[[Any], object]) -> None:
+    model = CharTransformer((LENGTH,), SYMBOLS, width=12, layers=2, heads=3)
+    change(model)
+    with pytest.raises(NotNative):
+        Program(model, Layout.of(model.named_parameters()), (LENGTH,), torch.float32, 4)
+
+
+@pytest.mark.parametrize("sample", [(3, 6, 9), (2, 7, 9), (2, 6, 12), (108,)])
+def test_images_of_another_shape_are_not_written(sample: tuple[int, ...]) -> None:
+    model = vit()
+    with pytest.raises(NotNative):
+        Program(model, Layout.of(model.named_parameters()), sample, torch.float32, 4)
+
+
+def test_long_sequences_with_wide_heads_do_not_need_the_stack() -> None:
+    model = CharTransformer((512,), SYMBOLS, width=256, layers=1, heads=1).double()
+    layout = Layout.of(model.named_parameters())
+    program = Program(model, layout, (512,), torch.float64, 1)
+    x, y = samples(model, 1, torch.float64)
+    w = 0.05 * torch.randn(1, layout.size, generator=torch.Generator().manual_seed(0)).double()
+    g, losses = torch.empty_like(w), w.new_zeros(1)
+    program.gradients(w, g, x[:1], y[:1], losses, program.scratch())
+    output = torch.func.functional_call(model, layout.views(w[0]), (x[0],))
+    torch.testing.assert_close(losses[0], nn.functional.cross_entropy(output, y[0]))
+    assert g.isfinite().all()

@@ -34,6 +34,12 @@ class Entry:
     stride: tuple[int, ...]
     offset: int
 
+    def lies_as(self, stride: tuple[int, ...]) -> bool:
+        """Its numbers have the places that these strides give; those of a dimension of size 1 do
+        not matter."""
+        both = zip(self.shape, self.stride, stride, strict=True)
+        return all(size == 1 or own == other for size, own, other in both)
+
     def view(self, rows: Tensor) -> Tensor:
         """This tensor inside a vector (d), or inside each row of (C, d), sharing its memory."""
         return strided(rows, self.offset, self.shape, self.stride)

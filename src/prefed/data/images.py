@@ -41,6 +41,6 @@ class CropAndFlip:
         columns = np.where(mirrored[:, None], columns[:, ::-1], columns)
         rows = np.arange(height)[None] + drawn[:, :1]
         places = rows[:, :, None] * (width + 2 * self.padding) + columns[:, None]
-        index = torch.from_numpy(places.reshape(count, 1, -1)).to(x.device)
+        index = torch.from_numpy(places.reshape(count, 1, height * width)).to(x.device)
         pixels = pad(x, (self.padding,) * 4).flatten(2)
         return pixels.gather(2, index.expand(-1, channels, -1)).view(x.shape)

@@ -50,7 +50,7 @@ INLINE void samples_last(int features, int count, const real *x, real *into)
 /* LANES vectors as a square: rows become columns. */
 INLINE void turn(vec *v)
 {
-#if __has_builtin(__builtin_shuffle)
+#if defined(__GNUC__) && !defined(__clang__)
     UNROLL for (int s = 0; 1 << s < LANES; s++) {
         const int half = 1 << s;
         mask low = {0}, high = {0};
@@ -372,8 +372,14 @@ INLINE vec exponential(vec x)
     vec low = (vec){0} - 87;
     x = choose(x < low, low, x); /* x is never above 0 here */
     vec times = x * (real)1.44269504088896341 - (real)0.5;
-    mask n = __builtin_convertvector(times, mask); /* towards 0: the nearest */
-    vec whole_part = __builtin_convertvector(n, vec), r;
+    mask n; /* towards 0: the nearest */
+    vec whole_part, r;
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 9
+    for (int i = 0; i < LANES; i++) whole_part[i] = (real)(n[i] = (whole)times[i]);
+#else
+    n = __builtin_convertvector(times, mask);
+    whole_part = __builtin_convertvector(n, vec);
+#endif
     r = x - whole_part * (real)0.693359375 - whole_part * (real)-2.12194440e-4;
     vec p = (vec){0} + (real)1.9875691500e-4;
     p = p * r + (real)1.3981999507e-3;

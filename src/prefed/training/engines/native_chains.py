@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from prefed.core.layout import Layout, row_major
+from prefed.core.layout import Entry, Layout, row_major
 from prefed.training.engines.linear_chains import chain
 from prefed.training.engines.native_writing import (
     TYPES,
@@ -114,9 +114,9 @@ def _layers(module: nn.Module, shape: Shape, out: Writer) -> tuple[Shape, str]:
 
 def _bias(layer: nn.Module, prefix: str, out: Writer) -> tuple[str, str]:
     """Where the bias and its gradient are."""
-    if layer.bias is None:
+    if not isinstance(layer.bias, Tensor):
         return "0", "0"
-    place = out.parameter(prefix + "bias").offset
+    place = out.parameter(prefix + "bias", tuple(layer.bias.shape)).offset
     return f"w + {place}", f"g + {place}"
 
 
@@ -126,7 +126,8 @@ def _linear(
     if shape != (layer.in_features,):
         raise NotNative("a linear layer stands before the samples are flat")
     sizes = f"{layer.in_features}, {layer.out_features}"
-    w, (bias, into) = out.parameter(prefix + "weight").offset, _bias(layer, prefix, out)
+    here = out.parameter(prefix + "weight", (layer.out_features, layer.in_features))
+    w, (bias, into) = here.offset, _bias(layer, prefix, out)
     y = out.buffer(layer.out_features)
     out.forward.append(f"linear({sizes}, w + {w}, {bias}, (vec *){x}, (vec *){y});")
     if first and layer.in_features % out.lanes == 0:
@@ -154,7 +155,7 @@ def _conv(
     c, h, w = shape
     high, wide = h + 2 * p, w + 2 * p
     entry = out.parameter(prefix + "weight")
-    by_c, by_k = (k * k, 1) if entry.stride == row_major(entry.shape) else (1, c)
+    by_c, by_k = weights_lie(entry)
     sizes = f"{c}, {high}, {wide}, {layer.out_channels}, {k}, {by_c}, {by_k}"
     shape = layer.out_channels, high - k + 1, wide - k + 1
     if max(c * high * wide, math.prod(shape)) > LARGEST_UNROLLED:
@@ -178,6 +179,18 @@ def _conv(
             lines += [f"without_border({c}, {h}, {w}, {p}, (vec *)DY, (vec *)DX);", "swap"]
     out.back.append(lines)
     return shape, y
+
+
+def weights_lie(entry: Entry) -> tuple[int, int]:
+    """How the weights of a convolution lie: numbers from one input channel to the next, and from
+    one pixel to the next. Channels first, or last."""
+    o, c, k, _ = entry.shape
+    if entry.lies_as(row_major(entry.shape)):
+        return k * k, 1
+    last = row_major((o, k, k, c))
+    if not entry.lies_as((last[0], last[3], last[1], last[2])):
+        raise NotNative(f"{entry.name} lies neither with its channels first nor last")
+    return 1, c
 
 
 def few_products(channels: int, shape: Shape, k: int) -> bool:

@@ -79,8 +79,9 @@ class Program:
     def room(self, state: Mapping[str, Tensor], batch: int) -> int:
         """How many numbers hold the gradient, a batch and, if they are copied, the weights and this
         state of one client in `steps`, each with two pages around it."""
-        own = [self.size, *(value[0].numel() for value in state.values())]
-        numbers = [self.size, batch * self.features, *(own if self.size <= MOST_COPIED else ())]
+        numbers = [self.size, batch * self.features]
+        if self.size <= MOST_COPIED:
+            numbers += [self.size, *(value[0].numel() for value in state.values())]
         return sum(numbers) + 2 * PAGE // self.dtype.itemsize * len(numbers)
 
     def steps(

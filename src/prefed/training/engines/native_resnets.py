@@ -10,9 +10,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from prefed.core.layout import Layout, row_major
+from prefed.core.layout import Layout
 from prefed.models.resnet import Block, ResNet
-from prefed.training.engines.native_chains import LARGEST_UNROLLED, Winograd, few_products
+from prefed.training.engines.native_chains import (
+    LARGEST_UNROLLED,
+    Winograd,
+    few_products,
+    weights_lie,
+)
 from prefed.training.engines.native_writing import (
     TYPES,
     Memory,
@@ -20,6 +25,7 @@ from prefed.training.engines.native_writing import (
     Shape,
     Vectors,
     Written,
+    check_kinds,
     check_layer,
 )
 
@@ -95,9 +101,8 @@ class Writer(Memory):
     def weights(self, name: str) -> tuple[str, int]:
         """How the weights of a convolution lie (`by_c, by_k`), and where."""
         entry = self.parameter(f"{name}.weight")
-        _, c, k, _ = entry.shape
-        first = entry.stride == row_major(entry.shape)
-        return f"{k * k}, 1" if first else f"1, {c}", entry.offset
+        by_c, by_k = weights_lie(entry)
+        return f"{by_c}, {by_k}", entry.offset
 
     def _functions(self, sizes: str, name: str, c: int, o: int, x: Images) -> Iterator[str]:
         given = "const vec *dy, const vec *x, vec *dx, int count, int add, real *scratch"
@@ -120,7 +125,8 @@ class Writer(Memory):
 
     def norm(self, layer: nn.GroupNorm, name: str, y: Images) -> tuple[str, str]:
         """Its weight and bias as arguments, and the call of its way back (of `DY`)."""
-        weight, bias = (self.parameter(f"{name}.{part}").offset for part in ("weight", "bias"))
+        shape = (y.channels,)
+        weight, bias = (self.parameter(f"{name}.{n}", shape).offset for n in ("weight", "bias"))
         scale = f"(vec *){self.numbers(layer.num_groups * self.width)}"
         sizes = f"{y.channels}, {layer.num_groups}, {y.pixels}"
         self.forward.append(f"group_norm({sizes}, {layer.eps!r}, {y.at}, {scale});")
@@ -138,12 +144,16 @@ def write(
         raise NotNative("it is large, and torch is good at these")
     vectors = Vectors.of(batch, TYPES[dtype][2])
     out = Writer(layout, lanes=vectors.lanes, width=vectors.width)
+    check_kinds([module.stem, module.head], [nn.Conv2d, nn.Linear])
+    if len(sample) != 3:
+        raise NotNative("its samples are no images")
     channels, high, wide = sample
     if module.stem.out_channels * (high + 2) * (wide + 2) > LARGEST_UNROLLED:
         raise NotNative("its images are large, and torch is better at these")
     x = _stem(module, channels, high, wide, out)
     for i, block in enumerate(module.blocks):
-        assert isinstance(block, Block)
+        if not isinstance(block, Block):
+            raise NotNative(f"no C is written for {type(block).__name__} there")
         x = _block(block, f"blocks.{i}", x, out)
     lines = [*out.forward, *_head(module, x, out)]
     for part in reversed(out.back):
@@ -166,7 +176,7 @@ def write(
 
 def _stem(module: ResNet, channels: int, high: int, wide: int, out: Writer) -> Images:
     """The first convolution, its norm and ReLU."""
-    _check(module.stem, (1, 1), 3)
+    _check(module.stem, (channels, module.stem.out_channels), (1, 1), 3)
     plain, x = (out.images(channels, high, wide, border) for border in (0, 1))
     y = out.images(module.stem.out_channels, high, wide)
     into = out.images(y.channels, high, wide, 1)
@@ -190,10 +200,11 @@ def _stem(module: ResNet, channels: int, high: int, wide: int, out: Writer) -> I
 
 def _block(block: Block, name: str, x: Images, out: Writer) -> Images:
     """Two convolutions and a shortcut. The gradient of x is left at DX, with a border."""
-    stride = block.conv1.stride[0]
-    _check(block.conv1, (stride, stride), 3)
-    _check(block.conv2, (1, 1), 3)
-    after, high, wide = block.conv1.out_channels, -(-x.high // stride), -(-x.wide // stride)
+    check_kinds([block.conv1, block.conv2], [nn.Conv2d, nn.Conv2d])
+    stride, after = block.conv1.stride[0], block.conv1.out_channels
+    _check(block.conv1, (x.channels, after), (stride, stride), 3)
+    _check(block.conv2, (after, after), (1, 1), 3)
+    high, wide = -(-x.high // stride), -(-x.wide // stride)
     full = out.images(after, x.high, x.wide) if stride == 2 else None
     y1, y2 = (out.images(after, high, wide) for _ in range(2))
     middle, into = (out.images(after, high, wide, 1) for _ in range(2))
@@ -234,11 +245,15 @@ def _shortcut(
 ) -> tuple[str, list[str]]:
     """The last arguments of `activate` but one, and the way back from DSUM to DX."""
     if isinstance(block.shortcut, nn.Identity):
+        if stride != 1 or x.channels != y.channels:
+            raise NotNative("a shortcut is missing")
         return f"{x.at}, 0, 0, 0", [f"add_inside({x.sizes}, DSUM, DX);"]
-    assert isinstance(block.shortcut, nn.Sequential)
+    if not isinstance(block.shortcut, nn.Sequential):
+        raise NotNative(f"no C is written for {type(block.shortcut).__name__}")
+    check_kinds([*block.shortcut], [nn.Conv2d, nn.GroupNorm])
     project, norm = block.shortcut
     assert isinstance(project, nn.Conv2d)
-    _check(project, (2, 2), 1)
+    _check(project, (x.channels, y.channels), (2, 2), 1)
     thinned, found = (out.images(count, y.high, y.wide) for count in (x.channels, y.channels))
     by, weights = out.weights(f"{name}.shortcut.0")
     sizes = f"{thinned.sizes}, {y.channels}, 1, {by}"
@@ -259,7 +274,8 @@ def _shortcut(
 def _head(module: ResNet, x: Images, out: Writer) -> list[str]:
     """The mean over pixels, the scores, the loss, and the way back to DX."""
     c, classes = x.channels, module.head.out_features
-    weight, bias = (out.parameter(f"head.{part}").offset for part in ("weight", "bias"))
+    weight = out.parameter("head.weight", (classes, c)).offset
+    bias = out.parameter("head.bias", (classes,)).offset
     stride = c + -c % out.lanes
     means, scores, d = (f"(vec *){out.numbers(n * out.width)}" for n in (c, classes, c))
     turned = out.numbers(stride * out.width)
@@ -276,14 +292,15 @@ def _head(module: ResNet, x: Images, out: Writer) -> list[str]:
 
 
 def _norm(layer: nn.Module, name: str, y: Images, out: Writer) -> tuple[str, str]:
-    if not isinstance(layer, nn.GroupNorm):
-        raise NotNative(f"no C is written for {type(layer).__name__}")
+    if not isinstance(layer, nn.GroupNorm) or not layer.eps > 0:
+        raise NotNative(f"no C is written for such a {type(layer).__name__}")
     return out.norm(layer, name, y)
 
 
-def _check(layer: nn.Conv2d, stride: Shape, kernel: int) -> None:
+def _check(layer: nn.Conv2d, channels: Shape, stride: Shape, kernel: int) -> None:
     """It is what ResNet's constructor makes."""
     right = layer.stride == stride and layer.kernel_size == (kernel, kernel)
+    right = right and (layer.in_channels, layer.out_channels) == channels
     plain = layer.dilation == (1, 1) and layer.groups == 1 and layer.bias is None
     border = layer.padding == (kernel // 2, kernel // 2) and layer.padding_mode == "zeros"
     if not (right and plain and border and stride[0] in (1, 2)):

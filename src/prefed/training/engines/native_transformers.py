@@ -4,12 +4,10 @@ Taken are GPT with learned positions, the character transformer and the vision t
 dropout; `write` says of any other why not.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 
-from prefed.core.layout import Layout, row_major
+from prefed.core.layout import Layout
 from prefed.models.attention import TransformerBlock
 from prefed.models.chars import CharTransformer
 from prefed.models.gpt import GPT
@@ -21,6 +19,7 @@ from prefed.training.engines.native_writing import (
     Shape,
     Vectors,
     Written,
+    check_kinds,
     check_layer,
 )
 
@@ -31,22 +30,28 @@ KINDS = (
 TOKENS_AT_A_TIME = 128
 """About: a weight that is loaded serves all of them, and what is between layers is cached."""
 MOST_TOKENS = 512
-"""Of a sequence: its attention is held on the stack."""
-IN_A_BLOCK = (
-    "norm1.weight", "norm1.bias", "qkv.weight", "qkv.bias", "out.weight", "out.bias",
-    "norm2.weight", "norm2.bias", "mlp.0.weight", "mlp.0.bias", "mlp.2.weight", "mlp.2.bias",
-)  # fmt: skip
-"""In the order of Places in transformer.c."""
+"""Of a sequence: beyond, the shares of an attention leave the cache; torch does not hold them."""
+
+
+def _in_a_block(wide: int, hidden: int) -> dict[str, Shape]:
+    """Parameters and their shapes, in the order of Places in transformer.c."""
+    return {
+        "norm1.weight": (wide,), "norm1.bias": (wide,),
+        "qkv.weight": (3 * wide, wide), "qkv.bias": (3 * wide,),
+        "out.weight": (wide, wide), "out.bias": (wide,),
+        "norm2.weight": (wide,), "norm2.bias": (wide,),
+        "mlp.0.weight": (hidden, wide), "mlp.0.bias": (hidden,),
+        "mlp.2.weight": (wide, hidden), "mlp.2.bias": (wide,),
+    }  # fmt: skip
 
 
 def write(
     module: nn.Module, layout: Layout, sample: Shape, dtype: torch.dtype, batch: int
 ) -> Written:
     assert isinstance(module, MODELS)
-    blocks = [block for block in module.blocks if isinstance(block, TransformerBlock)]
-    _check(module, blocks, layout)
-    if module.positions is None or not blocks:
-        raise NotNative("rotary positions, or no blocks")
+    blocks = _checked(module)
+    if module.positions is None:
+        raise NotNative("rotary positions")
     block, vit, tokens = blocks[0], isinstance(module, ViT), len(module.positions)
     wide, classes = block.out.out_features, module.head.out_features
     up = block.mlp[0]
@@ -69,8 +74,12 @@ def write(
     }  # fmt: skip
     layer = width * (6 * wide + 2 + 2 * hidden) + sequences * block.heads * tokens * padded
     room = width * (3 * wide + max(wide, hidden) + widest)
-    names = [[f"blocks.{i}.{name}" for name in IN_A_BLOCK] for i in range(len(blocks))]
-    places = [", ".join(str(out.parameter(name).offset) for name in of) for of in names]
+    room += (5 * wide // block.heads + tokens + padded) * padded
+    inside = _in_a_block(wide, hidden).items()
+    places = [
+        ", ".join(str(out.parameter(f"blocks.{i}.{n}", shape).offset) for n, shape in inside)
+        for i in range(len(blocks))
+    ]
     tables = [
         f"static const Places places[] = {{{', '.join(f'{{{place}}}' for place in places)}}};",
         f'_Static_assert(sizeof(Layer) == {layer} * sizeof(real), "memory of a block");',
@@ -95,22 +104,36 @@ def write(
     )  # fmt: skip
 
 
-def _check(module: nn.Module, blocks: Sequence[TransformerBlock], layout: Layout) -> None:
+def _checked(module: GPT | CharTransformer | ViT) -> list[TransformerBlock]:
+    """Its blocks, if everything is where the constructor put it, and as it was made."""
     for name, layer in module.named_modules():
         check_layer(name or "model", layer, KINDS)
         if isinstance(layer, nn.GELU) and layer.approximate != "none":
             raise NotNative("its GELU is an approximation")
-        if isinstance(layer, nn.Embedding) and (layer.padding_idx, layer.max_norm) != (None, None):
-            raise NotNative("its embedding leaves symbols out, or limits them")
         if getattr(layer, "dropout", 0):
             raise NotNative("dropout")
-        if isinstance(layer, TransformerBlock) and (layer.rotary or layer.heads != blocks[0].heads):
-            raise NotNative("rotary positions, or blocks that differ")
+    embed = nn.Linear if isinstance(module, ViT) else nn.Embedding
+    check_kinds([module.embed, module.norm, module.head], [embed, nn.LayerNorm, nn.Linear])
+    if isinstance(module.embed, nn.Embedding):
+        table = module.embed
+        if (table.padding_idx, table.max_norm) != (None, None) or table.scale_grad_by_freq:
+            raise NotNative("its embedding leaves symbols out, or limits them")
+    blocks: list[TransformerBlock] = []
+    for block in module.blocks:
+        if not isinstance(block, TransformerBlock):
+            raise NotNative("it is not made of blocks")
+        kinds = [nn.LayerNorm, nn.LayerNorm, nn.Linear, nn.Linear]
+        check_kinds([block.norm1, block.norm2, block.qkv, block.out], kinds)
+        check_kinds([*block.mlp], [nn.Linear, nn.GELU, nn.Linear])
+        blocks.append(block)
+        if block.rotary or "_dropped" in vars(block):
+            raise NotNative("rotary positions, or a block that was changed")
+    if len({(block.heads, block.causal) for block in blocks}) != 1:
+        raise NotNative("its blocks differ")
     norms = [layer for layer in module.modules() if isinstance(layer, nn.LayerNorm)]
-    if len({(norm.eps, norm.normalized_shape) for norm in norms}) > 1:
-        raise NotNative("norms that differ")
-    if any(entry.stride != row_major(entry.shape) for entry in layout.entries):
-        raise NotNative("its matrices do not lie row by row")
+    if len({norm.eps for norm in norms}) > 1 or not norms[0].eps > 0:
+        raise NotNative("norms that differ, or divide by 0")
+    return blocks
 
 
 def _through_blocks(layers: int) -> tuple[str, str]:
@@ -125,13 +148,18 @@ def _through_blocks(layers: int) -> tuple[str, str]:
     return forward, back
 
 
-def _scores(head: str, has_bias: bool, source: str, count: str, out: Memory) -> list[str]:
+def _scores(
+    module: GPT | CharTransformer | ViT, name: str, source: str, count: str, out: Memory
+) -> list[str]:
     """The last norm of `source`, the head, the loss of so many columns, and the way back into
     `source`, which is the gradient then."""
-    weight, shift = (out.parameter(f"norm.{name}").offset for name in ("weight", "bias"))
-    place, bias, into = out.parameter(head).offset, "0", "0"
-    if has_bias:
-        bias, into = (f"{vector} + {out.parameter('head.bias').offset}" for vector in "wg")
+    head, bias, into = module.head, "0", "0"
+    wide, classes = head.in_features, head.out_features
+    weight, shift = (out.parameter(f"norm.{n}", (wide,)).offset for n in ("weight", "bias"))
+    place = out.parameter(name, (classes, wide)).offset
+    if not isinstance(module, GPT):
+        own = out.parameter("head.bias", (classes,)).offset
+        bias, into = f"w + {own}", f"g + {own}"
     return [
         f"norm({source}, normed, scale);",
         f"norm_output(w + {weight}, w + {shift}, normed, room->a);",
@@ -145,16 +173,22 @@ def _scores(head: str, has_bias: bool, source: str, count: str, out: Memory) -> 
     ]
 
 
+def _positions(module: GPT | CharTransformer | ViT, out: Memory) -> int:
+    assert module.positions is not None
+    return out.parameter("positions", (len(module.positions), module.head.in_features)).offset
+
+
 def _text(module: GPT | CharTransformer, layers: int, out: Memory) -> list[str]:
     """Symbols, positions, and scores for each position."""
     tied = isinstance(module, GPT)
-    table, positions = (out.parameter(name).offset for name in ("embed.weight", "positions"))
-    rows, (forward, back) = module.embed.num_embeddings, _through_blocks(layers)
+    rows, wide = module.embed.num_embeddings, module.head.in_features
+    table = out.parameter("embed.weight", (rows, wide)).offset
+    positions, (forward, back) = _positions(module, out), _through_blocks(layers)
     return [
         "memset(h, 0, WIDE * N * sizeof(vec));",
         f"if (symbols(count, x, w + {table}, {rows}, w + {positions}, (real *)h)) return -3;",
         forward,
-        *_scores("embed.weight" if tied else "head.weight", not tied, "h", "count * TOKENS", out),
+        *_scores(module, "embed.weight" if tied else "head.weight", "h", "count * TOKENS", out),
         back,
         "samples_first(WIDE, ROUND(WIDE), h, room->turned);",
         *([] if tied else [f"if (!add) memset(g + {table}, 0, {rows} * WIDE * sizeof(real));"]),
@@ -165,23 +199,27 @@ def _text(module: GPT | CharTransformer, layers: int, out: Memory) -> list[str]:
 
 def _images(module: ViT, sample: Shape, width: int, layers: int, out: Memory) -> list[str]:
     """Patches behind a first token, whose end has the scores."""
+    side, features, each = module.patch, module.embed.in_features, module.head.in_features
+    if len(sample) != 3 or any(pixels % side for pixels in sample[1:]):
+        raise NotNative("its images cannot be cut into patches")
     channels, high, wide = sample
-    side, features = module.patch, module.embed.in_features
-    if (high // side) * (wide // side) + 1 != len(module.positions):
+    patches = (high // side) * (wide // side)
+    if patches + 1 != len(module.positions) or channels * side * side != features:
         raise NotNative("its images have another size than its positions")
-    embed, shift = (out.parameter(f"embed.{name}").offset for name in ("weight", "bias"))
-    first, positions = (out.parameter(name).offset for name in ("first", "positions"))
+    embed = out.parameter("embed.weight", (each, features)).offset
+    shift = out.parameter("embed.bias", (each,)).offset
+    first, positions = out.parameter("first", (1, each)).offset, _positions(module, out)
     forward, back = _through_blocks(layers)
     return [
         f"vec *cut = (vec *){out.numbers(features * width)};",
-        f"vec *ends = (vec *){out.numbers(module.head.in_features * width)};",
+        f"vec *ends = (vec *){out.numbers(each * width)};",
         f"patches(count, {channels}, {high}, {wide}, {side}, x, (real *)cut);",
         f"product(WIDE, N, {features}, ALL, w + {embed}, {features}, 1, cut, N, "
         f"w + {shift}, h, N, 0);",
         f"with_first(count, w + {first}, w + {positions}, (real *)h);",
         forward,
         "first_tokens(count, (real *)h, (real *)ends);",
-        *_scores("head.weight", True, "ends", "count", out),
+        *_scores(module, "head.weight", "ends", "count", out),
         "first_tokens_back(count, (real *)ends, (real *)h);",
         back,
         "samples_first(WIDE, ROUND(WIDE), h, room->turned);",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from prefed.core.hooks import hooked
-from prefed.core.layout import Entry, Layout
+from prefed.core.layout import Entry, Layout, row_major
 
 TYPES = {torch.float32: ("float", "int32_t", 4), torch.float64: ("double", "int64_t", 8)}
 MOST_FIELDS = 16
@@ -129,11 +129,14 @@ class Memory:
         start, self.size = self.size, self.size + count + -count % 16
         return f"(scratch + {start})"
 
-    def parameter(self, name: str) -> Entry:
-        """Where it lies in the flat vector."""
+    def parameter(self, name: str, shape: Shape | None = None) -> Entry:
+        """Where it lies in the flat vector. The program knows its shape: no other is taken, and one
+        that is named here has to lie row by row."""
         entry = next((entry for entry in self.layout.entries if entry.name == name), None)
         if entry is None:
-            raise NotNative(f"{name} is a parameter that stands in several places")
+            raise NotNative(f"{name} is missing, or a parameter that stands in several places")
+        if shape is not None and not (entry.shape == shape and entry.lies_as(row_major(shape))):
+            raise NotNative(f"{name} is not a contiguous {' x '.join(map(str, shape))}")
         self.used.add(name)
         return entry
 
@@ -149,6 +152,12 @@ def check_layer(name: str, layer: nn.Module, kinds: tuple[type[nn.Module], ...])
         raise NotNative(f"layer {name} is frozen, or somebody listens to it")
     if type(layer) not in kinds or "forward" in vars(layer):
         raise NotNative(f"no C is written for {type(layer).__name__}")
+
+
+def check_kinds(layers: Sequence[object], kinds: Sequence[type[nn.Module]]) -> None:
+    """Each is exactly of the kind that stands there."""
+    if [type(layer) for layer in layers] != [*kinds]:
+        raise NotNative(f"it has other layers than {', '.join(kind.__name__ for kind in kinds)}")
 
 
 def text(name: str) -> str:

@@ -22,6 +22,13 @@ typedef struct {
     vec normed2[WIDE * N], scale2[N], hidden[HIDDEN * N], slope[HIDDEN * N];
 } Layer; /* what the way back needs of a block */
 
+typedef struct { /* memory beside what is kept */
+    vec a[3 * WIDE * N], b[(HIDDEN > WIDE ? HIDDEN : WIDE) * N];
+    real turned[WIDTH * WIDEST]; /* the most features that a layer takes */
+    vec q[EACH * P], k[EACH * P], v[EACH * P], out[EACH * P], dx[EACH * P]; /* of one head */
+    vec d[TOKENS * P], shares[PADDED * P];
+} Room;
+
 /* ---- y = w x (+ bias, + y): rows of w, terms, columns of x and y */
 
 enum { ALL, UP_TO_COLUMN, FROM_COLUMN, ROWS_UP_TO_COLUMN }; /* which terms, or rows, of a triangle count */
@@ -215,9 +222,9 @@ INLINE void shares_of(const vec *q, const vec *k, vec *shares)
     }
 }
 
-INLINE void attention(const real *qkv, vec *shares, real *mixed)
+INLINE void attention(const real *qkv, vec *shares, real *mixed, Room *room)
 {
-    vec q[EACH * P], k[EACH * P], v[EACH * P], out[EACH * P];
+    vec *q = room->q, *k = room->k, *v = room->v, *out = room->out;
     tokens_of(EACH, qkv, q);
     tokens_of(EACH, qkv + WIDE * WIDTH, k);
     tokens_of(EACH, qkv + 2 * WIDE * WIDTH, v);
@@ -226,10 +233,10 @@ INLINE void attention(const real *qkv, vec *shares, real *mixed)
     tokens_back(EACH, out, mixed);
 }
 
-INLINE void attention_back(const real *qkv, const vec *shares, const real *dmixed, real *dqkv)
+INLINE void attention_back(const real *qkv, const vec *shares, const real *dmixed, real *dqkv, Room *room)
 {
-    vec q[EACH * P], k[EACH * P], v[EACH * P], dout[EACH * P], dx[EACH * P];
-    vec d[TOKENS * P], turned[PADDED * P];
+    vec *q = room->q, *k = room->k, *v = room->v, *dout = room->out, *dx = room->dx;
+    vec *d = room->d, *turned = room->shares;
     const real scale = 1 / (sizeof(real) == 8 ? (real)sqrt(EACH) : sqrtf(EACH));
     tokens_of(EACH, qkv, q);
     tokens_of(EACH, qkv + WIDE * WIDTH, k);
@@ -238,7 +245,7 @@ INLINE void attention_back(const real *qkv, const vec *shares, const real *dmixe
     transpose(shares, turned);
     product(EACH, P, TOKENS, CAUSAL ? FROM_COLUMN : ALL, (const real *)dout, PADDED, 1, turned, P, 0, dx, P, 0);
     tokens_back(EACH, dx, dqkv + 2 * WIDE * WIDTH);
-    memset(d, 0, sizeof d);
+    memset(d, 0, sizeof room->d);
     product(TOKENS, P, EACH, CAUSAL ? ROWS_UP_TO_COLUMN : ALL, (const real *)v, 1, PADDED, dout, P, 0, d, P, 0);
     for (int n = 0; n < P; n++) {
         vec along = {0};
@@ -255,11 +262,6 @@ INLINE void attention_back(const real *qkv, const vec *shares, const real *dmixe
 
 /* ---- a block */
 
-typedef struct {
-    vec a[3 * WIDE * N], b[(HIDDEN > WIDE ? HIDDEN : WIDE) * N];
-    real turned[WIDTH * WIDEST]; /* the most features that a layer takes */
-} Room;
-
 static __attribute__((noinline)) void block(const real *w, const Places *at, vec *h, Layer *keep, Room *room,
                                             int sequences)
 {
@@ -271,7 +273,7 @@ static __attribute__((noinline)) void block(const real *w, const Places *at, vec
         for (int i = 0; i < HEADS; i++) {
             int place = i * EACH * WIDTH + s * TOKENS;
             attention((real *)keep->qkv + place, keep->shares + (s * HEADS + i) * (HEAD / LANES),
-                      (real *)keep->mixed + place);
+                      (real *)keep->mixed + place, room);
         }
     product(WIDE, N, WIDE, ALL, w + at->out, WIDE, 1, keep->mixed, N, w + at->out_bias, h, N, 1);
     norm(h, keep->normed2, keep->scale2);
@@ -307,7 +309,7 @@ static __attribute__((noinline)) void block_back(const real *w, real *g, const P
         for (int i = 0; i < HEADS; i++) {
             int place = i * EACH * WIDTH + s * TOKENS;
             attention_back((real *)keep->qkv + place, keep->shares + (s * HEADS + i) * (HEAD / LANES),
-                           (real *)room->b + place, (real *)room->a + place);
+                           (real *)room->b + place, (real *)room->a + place, room);
         }
     norm_output(w + at->norm1, w + at->norm1_bias, keep->normed1, room->b);
     weights_of(WIDE, 3 * WIDE, tokens, room->a, room->b, g + at->qkv, g + at->qkv_bias, add, room);
@@ -317,7 +319,7 @@ static __attribute__((noinline)) void block_back(const real *w, real *g, const P
 
 /* ---- first layers: h [feature][token], and the way back from dh */
 
-/* Symbols, each with its row of the table, and positions. -1 if one is none. */
+/* Symbols, each with its row of the table, and positions. -3 if one is none. */
 INLINE int symbols(int sequences, const real *x, const real *table, int rows, const real *positions, real *h)
 {
     for (int t = 0; t < sequences * TOKENS; t++) {
