@@ -385,6 +385,25 @@ def test_images_that_are_moved_and_mirrored_train_in_c(monkeypatch: pytest.Monke
     assert calls
 
 
+@pytest.mark.parametrize("model", [images(3), tiles(3)], ids=["plain", "Winograd"])
+def test_the_test_set_is_evaluated_in_c(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal to torch's evaluation."""
+    calls, outputs = [], Program.outputs
+
+    def counted(*given: Any) -> Tensor:
+        calls.append(len(given[2]))
+        return outputs(*given)
+
+    monkeypatch.setattr(Program, "outputs", counted)
+    one, other = (
+        run("prefed", model, engine, data=pictures(), rounds=2)
+        for engine in ("sequential", "native")
+    )
+    assert calls == [7, 7]
+    for name in ("test_loss", "test_accuracy"):
+        assert other.history[-1][name] == pytest.approx(one.history[-1][name], abs=1e-9)
+
+
 def test_labels_that_do_not_count_are_left_out() -> None:
     found = []
     for engine in ("sequential", "native"):

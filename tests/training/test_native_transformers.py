@@ -98,6 +98,7 @@ def test_runs_equal_those_of_the_sequential_engine(name: str) -> None:
         run(name, model, engine, data=text(), rounds=2) for engine in ("sequential", "native")
     )
     same(one, other, 1e-9)
+    assert other.history[-1]["test_loss"] == pytest.approx(one.history[-1]["test_loss"], abs=1e-9)
 
 
 def test_bits_do_not_depend_on_the_number_of_workers() -> None:

@@ -84,6 +84,7 @@ class LocalTrainer(Trainer):
             count = min(self.choice.workers, self._at_once(cohort))  # more have nothing to do
             self.workers = Workers(self.choice.engine, count, self.task, self.data, self.settings)
             self.threads = self.choice.threads
+            self.task.outputs = getattr(self.workers.engines[0], "outputs", None)
             if count > 1:  # each has one; this is for all that is done between their updates
                 self.threads = threads_of(self.task, self.data, self.settings)
 

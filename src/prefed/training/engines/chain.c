@@ -416,7 +416,9 @@ INLINE int cross_entropy(int classes, int count, int64_t of, const int64_t *y, v
     return 0;
 }
 
-/* ---- what prefed calls; `pass` is the chain */
+/* ---- what prefed calls: `forward` leaves the scores of some samples at SCORES, `pass` goes forward and back */
+
+static int forward(const real *w, const real *x, int count, real *scratch);
 
 static int pass(const real *w, real *g, const real *x, const int64_t *y, int count, int64_t of, int add,
                 double *loss, real *scratch);
@@ -434,6 +436,21 @@ static int gradient(const real *w, real *g, const real *x, const int64_t *y, int
         if (failed) return failed;
     }
     *loss += (real)(total / (double)(samples * LABELS));
+    return 0;
+}
+
+/* The scores of samples, (sample, CLASSES, LABELS); -3 if a symbol is none. */
+int outputs(int64_t samples, const real *w, const real *x, real *out, real *scratch)
+{
+    for (int64_t first = 0; first < samples; first += SAMPLES) {
+        int count = samples - first < SAMPLES ? (int)(samples - first) : SAMPLES;
+        int failed = forward(w, x + first * FEATURES, count, scratch);
+        if (failed) return failed;
+        const real *scores = (const real *)SCORES;
+        for (int s = 0; s < count; s++)
+            for (int c = 0; c < CLASSES; c++)
+                for (int l = 0; l < LABELS; l++) *out++ = scores[c * WIDTH + s * LABELS + l];
+    }
     return 0;
 }
 

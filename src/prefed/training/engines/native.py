@@ -115,6 +115,17 @@ class Native(Vectorised):
         x = x.to(self.task.flat.weights.dtype)
         return x if x[0].is_contiguous() else x.contiguous(), y.to(torch.int64).contiguous()
 
+    def outputs(self, x: Inputs) -> Tensor | None:
+        """The model's output for a batch that is evaluated; None for one that is not as those of
+        the clients."""
+        if not isinstance(x, Tensor) or x.shape[1:] != self.raw_shape or not len(x):
+            return None
+        prepared = self.prepare(x[None])
+        if not isinstance(prepared, Tensor) or prepared.shape[2:] != self.shape:
+            return None
+        weights = self.task.flat.weights
+        return self.program.outputs(weights, prepared[0].to(weights).contiguous(), self.scratch)
+
     def are_labels(self, y: Tensor, dimensions: int) -> bool:
         """As many as the program takes for each sample, behind so many dimensions."""
         return y.shape[dimensions:] == self.program.labels and are_labels(y)

@@ -63,10 +63,7 @@ def write(
         raise NotNative("its last layer is not a linear one")
     (classes,) = shape
     turns = [out.buffer(out.widest), out.buffer(out.widest)]
-    lines = [
-        *out.forward,
-        f"if (cross_entropy({classes}, count, of, y, (vec *){a}, loss)) return -1;",
-    ]
+    lines = [f"if (cross_entropy({classes}, count, of, y, (vec *){a}, loss)) return -1;"]
     d = a
     for step in reversed(out.back):
         other = turns[0] if d != turns[0] else turns[1]
@@ -75,11 +72,12 @@ def write(
                 d, other = other, d if d in turns else turns[1]
             else:
                 lines.append(line.replace("DY", d).replace("DX", other))
-    files = (
-        ("chain.c", "winograd.c") if any("winograd(" in line for line in lines) else ("chain.c",)
-    )
-    width = vectors.width
-    return Written(lines, out.size, vectors.lanes, width, vectors.rows, samples=width, files=files)
+    winograd = any("winograd(" in line for line in out.forward)
+    files = ("chain.c", "winograd.c") if winograd else ("chain.c",)
+    return Written(
+        out.forward, lines, a, classes, out.size, vectors.lanes, vectors.width, vectors.rows,
+        samples=vectors.width, files=files,
+    )  # fmt: skip
 
 
 def _layers(module: nn.Module, shape: Shape, out: Writer) -> tuple[Shape, str]:

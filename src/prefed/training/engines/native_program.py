@@ -37,6 +37,7 @@ class Program:
         self.source, self.memory = written.source(layout, sample, dtype), written.memory
         self.labels, self.compiling = written.labels, written.compiling
         """The shape of the labels of one sample; the seconds that a compiler takes, about."""
+        self.classes = written.classes
         self.dtype, self.size, self.features = dtype, layout.size, math.prod(sample)
 
     @cached_property
@@ -58,6 +59,15 @@ class Program:
             pointer(losses), pointer(scratch),
         )  # fmt: skip
         _raise_if(failed)
+
+    def outputs(self, w: Tensor, x: Tensor, scratch: Tensor) -> Tensor:
+        """The scores of samples (B, ...) with weights (d)."""
+        found = w.new_empty(len(x), self.classes, *self.labels)
+        failed = self.library.outputs(
+            ctypes.c_int64(len(x)), pointer(w), pointer(x), pointer(found), pointer(scratch)
+        )
+        _raise_if(failed)
+        return found
 
     def rule(self, lines: str, state: Sequence[str]) -> Any:
         """A step of a rule, as `steps` takes it."""

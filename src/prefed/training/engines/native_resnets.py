@@ -155,7 +155,7 @@ def write(
         if not isinstance(block, Block):
             raise NotNative(f"no C is written for {type(block).__name__} there")
         x = _block(block, f"blocks.{i}", x, out)
-    lines = [*out.forward, *_head(module, x, out)]
+    scores, head, lines = _head(module, x, out)
     for part in reversed(out.back):
         lines += part
     out.check_all_used()
@@ -169,7 +169,8 @@ def write(
     functions = [line for of in out.functions.values() for line in of]
     files, width = ("chain.c", "winograd.c", "resnet.c"), vectors.width
     return Written(
-        lines, out.size, vectors.lanes, width, vectors.rows, width, files,
+        [*out.forward, *head], lines, scores, module.head.out_features, out.size, vectors.lanes,
+        width, vectors.rows, width, files,
         tables=[*shared, *functions], compiling=2.0 * len(out.functions),
     )  # fmt: skip
 
@@ -271,17 +272,20 @@ def _shortcut(
     ]
 
 
-def _head(module: ResNet, x: Images, out: Writer) -> list[str]:
-    """The mean over pixels, the scores, the loss, and the way back to DX."""
+def _head(module: ResNet, x: Images, out: Writer) -> tuple[str, list[str], list[str]]:
+    """Where the scores are; the mean over pixels and the scores; the loss and the way back to
+    DX."""
     c, classes = x.channels, module.head.out_features
     weight = out.parameter("head.weight", (classes, c)).offset
     bias = out.parameter("head.bias", (classes,)).offset
     stride = c + -c % out.lanes
     means, scores, d = (f"(vec *){out.numbers(n * out.width)}" for n in (c, classes, c))
     turned = out.numbers(stride * out.width)
-    return [
+    forward = [
         f"means({x.sizes}, {x.at}, {means});",
         f"linear({c}, {classes}, w + {weight}, w + {bias}, {means}, {scores});",
+    ]
+    back = [
         f"if (cross_entropy({classes}, count, of, y, {scores}, loss)) return -1;",
         f"samples_first({c}, {stride}, {means}, {turned});",
         f"linear_weight({c}, {classes}, {stride}, count, (real *){scores}, {turned}, "
@@ -289,6 +293,7 @@ def _head(module: ResNet, x: Images, out: Writer) -> list[str]:
         f"linear_input({c}, {classes}, w + {weight}, {scores}, {d});",
         f"means_back({x.sizes}, {d}, DX);",
     ]
+    return scores, forward, back
 
 
 def _norm(layer: nn.Module, name: str, y: Images, out: Writer) -> tuple[str, str]:

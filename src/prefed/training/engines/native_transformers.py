@@ -69,7 +69,7 @@ def write(
     widest += -widest % lanes
     sizes: dict[str, object] = {
         "WIDE": wide, "HEADS": block.heads, "EACH": wide // block.heads, "HIDDEN": hidden,
-        "CLASSES": classes, "TOKENS": tokens, "PADDED": padded, "SEQUENCES": sequences,
+        "TOKENS": tokens, "PADDED": padded, "SEQUENCES": sequences,
         "CAUSAL": int(block.causal), "EPSILON": repr(module.norm.eps), "WIDEST": widest,
     }  # fmt: skip
     layer = width * (6 * wide + 2 + 2 * hidden) + sequences * block.heads * tokens * padded
@@ -85,22 +85,24 @@ def write(
         f'_Static_assert(sizeof(Layer) == {layer} * sizeof(real), "memory of a block");',
         f'_Static_assert(sizeof(Room) == {room} * sizeof(real), "memory beside it");',
     ]
-    lines = [
-        f"vec *h = (vec *){out.numbers(wide * width)}, *z = (vec *){out.numbers(classes * width)};",
+    scores = out.numbers(classes * width)
+    places_of = [
+        f"vec *h = (vec *){out.numbers(wide * width)}, *z = (vec *){scores};",
         f"vec *normed = (vec *){out.numbers(wide * width)}, *scale = (vec *){out.numbers(width)};",
         f"Layer *layers = (Layer *){out.numbers(layer * len(blocks))};",
         f"Room *room = (Room *){out.numbers(room)};",
-        *(
-            _images(module, sample, width, len(blocks), out)
-            if isinstance(module, ViT)
-            else _text(module, len(blocks), out)
-        ),
     ]
+    if isinstance(module, ViT):
+        more, forward, back = _images(module, sample, width, len(blocks), out)
+    else:
+        more, forward, back = _text(module, len(blocks), out)
+    places_of += more
     out.check_all_used()
     labels = () if vit else (tokens,)
     files = "chain.c", "transformer.c"
     return Written(
-        lines, out.size, lanes, width, rows, sequences, files, sizes, tables, labels, compiling=6.0
+        [*places_of, *forward], [*places_of, *back], scores, classes, out.size, lanes, width, rows,
+        sequences, files, sizes, tables, labels, compiling=6.0,
     )  # fmt: skip
 
 
@@ -150,8 +152,8 @@ def _through_blocks(layers: int) -> tuple[str, str]:
 
 def _scores(
     module: GPT | CharTransformer | ViT, name: str, source: str, count: str, out: Memory
-) -> list[str]:
-    """The last norm of `source`, the head, the loss of so many columns, and the way back into
+) -> tuple[list[str], list[str]]:
+    """The last norm of `source` and the head; the loss of so many columns, and the way back into
     `source`, which is the gradient then."""
     head, bias, into = module.head, "0", "0"
     wide, classes = head.in_features, head.out_features
@@ -160,10 +162,12 @@ def _scores(
     if not isinstance(module, GPT):
         own = out.parameter("head.bias", (classes,)).offset
         bias, into = f"w + {own}", f"g + {own}"
-    return [
+    forward = [
         f"norm({source}, normed, scale);",
         f"norm_output(w + {weight}, w + {shift}, normed, room->a);",
         f"product(CLASSES, N, WIDE, ALL, w + {place}, WIDE, 1, room->a, N, {bias}, z, N, 0);",
+    ]
+    back = [
         f"if (cross_entropy(CLASSES, {count}, of, y, z, loss)) return -1;",
         f"weights_of(WIDE, CLASSES, {count}, z, room->a, g + {place}, {into}, add, room);",
         f"product(WIDE, N, CLASSES, ALL, w + {place}, 1, WIDE, z, N, 0, room->b, N, 0);",
@@ -171,6 +175,7 @@ def _scores(
         f"norm_back(w + {weight}, normed, scale, room->b, g + {weight}, g + {shift}, "
         f"{source}, add);",
     ]
+    return forward, back
 
 
 def _positions(module: GPT | CharTransformer | ViT, out: Memory) -> int:
@@ -178,26 +183,34 @@ def _positions(module: GPT | CharTransformer | ViT, out: Memory) -> int:
     return out.parameter("positions", (len(module.positions), module.head.in_features)).offset
 
 
-def _text(module: GPT | CharTransformer, layers: int, out: Memory) -> list[str]:
+Lines = tuple[list[str], list[str], list[str]]
+"""What names places, goes forward, and goes back."""
+
+
+def _text(module: GPT | CharTransformer, layers: int, out: Memory) -> Lines:
     """Symbols, positions, and scores for each position."""
     tied = isinstance(module, GPT)
     rows, wide = module.embed.num_embeddings, module.head.in_features
     table = out.parameter("embed.weight", (rows, wide)).offset
     positions, (forward, back) = _positions(module, out), _through_blocks(layers)
-    return [
+    head = "embed.weight" if tied else "head.weight"
+    scores, scores_back = _scores(module, head, "h", "count * TOKENS", out)
+    start = [
         "memset(h, 0, WIDE * N * sizeof(vec));",
         f"if (symbols(count, x, w + {table}, {rows}, w + {positions}, (real *)h)) return -3;",
         forward,
-        *_scores(module, "embed.weight" if tied else "head.weight", "h", "count * TOKENS", out),
+    ]
+    end = [
         back,
         "samples_first(WIDE, ROUND(WIDE), h, room->turned);",
         *([] if tied else [f"if (!add) memset(g + {table}, 0, {rows} * WIDE * sizeof(real));"]),
         f"symbols_back(count, x, room->turned, g + {table});",
         f"positions_back(count, room->turned, g + {positions}, add);",
     ]
+    return [], [*start, *scores], [*scores_back, *end]
 
 
-def _images(module: ViT, sample: Shape, width: int, layers: int, out: Memory) -> list[str]:
+def _images(module: ViT, sample: Shape, width: int, layers: int, out: Memory) -> Lines:
     """Patches behind a first token, whose end has the scores."""
     side, features, each = module.patch, module.embed.in_features, module.head.in_features
     if len(sample) != 3 or any(pixels % side for pixels in sample[1:]):
@@ -210,16 +223,20 @@ def _images(module: ViT, sample: Shape, width: int, layers: int, out: Memory) ->
     shift = out.parameter("embed.bias", (each,)).offset
     first, positions = out.parameter("first", (1, each)).offset, _positions(module, out)
     forward, back = _through_blocks(layers)
-    return [
+    scores, scores_back = _scores(module, "head.weight", "ends", "count", out)
+    own = [
         f"vec *cut = (vec *){out.numbers(features * width)};",
         f"vec *ends = (vec *){out.numbers(each * width)};",
+    ]
+    start = [
         f"patches(count, {channels}, {high}, {wide}, {side}, x, (real *)cut);",
         f"product(WIDE, N, {features}, ALL, w + {embed}, {features}, 1, cut, N, "
         f"w + {shift}, h, N, 0);",
         f"with_first(count, w + {first}, w + {positions}, (real *)h);",
         forward,
         "first_tokens(count, (real *)h, (real *)ends);",
-        *_scores(module, "head.weight", "ends", "count", out),
+    ]
+    end = [
         "first_tokens_back(count, (real *)ends, (real *)h);",
         back,
         "samples_first(WIDE, ROUND(WIDE), h, room->turned);",
@@ -228,3 +245,4 @@ def _images(module: ViT, sample: Shape, width: int, layers: int, out: Memory) ->
         f"weights_of({features}, WIDE, count * TOKENS, h, cut, g + {embed}, g + {shift}, "
         "add, room);",
     ]
+    return own, [*start, *scores], [*scores_back, *end]

@@ -68,8 +68,13 @@ class Vectors:
 class Written:
     """A model in C, for batches of a size."""
 
-    lines: list[str]
-    """Of `pass`: forward and back for as many samples as are taken at a time."""
+    forward: list[str]
+    """For as many samples as are taken at a time."""
+    back: list[str]
+    """From the loss on, which comes first."""
+    scores: str
+    """Where the one leaves them for the other."""
+    classes: int
     memory: int
     """Numbers that a pass needs."""
     lanes: int
@@ -98,20 +103,31 @@ class Written:
         head |= {"WIDTH": self.width, "ROWS": self.rows, "SAMPLES": self.samples}
         head |= {"FEATURES": math.prod(sample), "LABELS": math.prod(self.labels)}
         head |= {"SIZE": layout.size, "COPIED": int(layout.size <= MOST_COPIED)}
-        head |= {"PAGE": PAGE, "MOST_FIELDS": MOST_FIELDS, **self.sizes}
+        head |= {"PAGE": PAGE, "MOST_FIELDS": MOST_FIELDS}
+        head |= {"CLASSES": self.classes, "SCORES": self.scores, **self.sizes}
         return "\n".join(
             [
                 *(f"#define {name} {value}" for name, value in head.items()),
                 *map(text, self.files),
                 *self.tables,
+                "static __attribute__((noinline)) int forward(const real *w, const real *x,",
+                "                                             int count, real *scratch)",
+                *_body(self.forward),
                 "static int pass(const real *w, real *g, const real *x, const int64_t *y,",
                 "                int count, int64_t of, int add, double *loss, real *scratch)",
-                "{",
-                *(f"    {line}" for line in self.lines),
-                "    return 0;",
-                "}",
+                *_body(
+                    [
+                        "int failed = forward(w, x, count, scratch);",
+                        "if (failed) return failed;",
+                        *self.back,
+                    ]
+                ),
             ]
         )
+
+
+def _body(lines: Sequence[str]) -> list[str]:
+    return ["{", *(f"    {line}" for line in lines), "    return 0;", "}"]
 
 
 @dataclass
