@@ -86,6 +86,11 @@ class PrintedTable(BaseModel):
     cells: list[Cell]
     """One for each number."""
 
+    @property
+    def no_number(self) -> str:
+        """What a run without one is called."""
+        return "diverged" if self.target is None else "not reached"
+
 
 def read(source: str) -> tuple[str, PrintedTable]:
     """The name of a table, and its content."""
@@ -171,7 +176,7 @@ class TableRuns:
                 if all(name in known for name in names):
                     found = [known[name] for name in names]
                     number = self._number(found)
-                    text = "not reached" if number is None else self._text(number, found)
+                    text = table.no_number if number is None else self._text(number, found)
                     reached += [] if number is None else [(number, point)]
                 told.append((point, text))
             number, point = best(reached, key=lambda pair: pair[0], default=(None, points[0]))
@@ -214,7 +219,7 @@ def rows(runs: TableRuns) -> Iterator[tuple[str, str, str, str, str, str]]:
     """For each cell: where it stands, what was printed, what was found and how, the command."""
     for point, number, points in runs.results():
         cell, texts = point.cell, {id(p): text for p, text in points}
-        missing = "not run yet" if "not run yet" in texts.values() else "not reached"
+        missing = "not run yet" if "not run yet" in texts.values() else runs.table.no_number
         own = missing if number is None else texts[id(point)]
         own_changes = len(cell.set)
         told = "; ".join(f"{' '.join(p.changes[own_changes:])}: {text}" for p, text in points)
