@@ -26,6 +26,7 @@ from prefed.training.engines import native_program, native_writing
 from prefed.training.engines.native_program import Program
 from prefed.training.engines.native_writing import Vectors
 from tests.helpers.engine_runs import batchnorm, run, same
+from tests.helpers.native_gradients import compare
 from tests.helpers.problems import SIZES, tiny_data
 
 pytestmark = pytest.mark.process
@@ -135,22 +136,8 @@ def test_gradients_are_those_of_autograd(
     x = torch.randn(3, batch, *sample, dtype=dtype, generator=generator)
     y = torch.randint(3, (3, batch), generator=generator)
     w = 0.3 * torch.randn(3, layout.size, dtype=dtype, generator=generator)
-    g, losses = torch.full_like(w, 7.0), torch.zeros(3, dtype=dtype)
-    program.gradients(w, g, x, y, losses, program.scratch())
-    for client in range(3):
-        views = layout.views(w[client])
-        leaves = {name: view.clone().requires_grad_() for name, view in views.items()}
-        output = torch.func.functional_call(model, leaves, (x[client],))
-        loss = nn.functional.cross_entropy(output, y[client])
-        found = torch.autograd.grad(loss, [*leaves.values()])
-        tolerance = single if dtype == torch.float32 else 1e-12
-        torch.testing.assert_close(losses[client], loss, rtol=tolerance, atol=tolerance)
-        for own, wanted in zip(layout.views(g[client]).values(), found, strict=True):
-            largest = 1.0 if make is images else max(1.0, float(wanted.abs().max()))
-            torch.testing.assert_close(own, wanted, rtol=tolerance, atol=tolerance * largest)
-    w[1] = float("inf")
-    program.gradients(w, g, x, y, losses.zero_(), program.scratch())
-    assert losses.isnan().tolist() == [False, True, False]
+    tolerance = single if dtype == torch.float32 else 1e-12
+    compare(program, model, layout, w, (x, y), tolerance, by_largest=make is not images)
 
 
 @pytest.mark.parametrize(

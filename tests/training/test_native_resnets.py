@@ -13,6 +13,7 @@ from prefed.models.resnet import ResNet, resnet8
 from prefed.training.engines.native_program import Program
 from prefed.training.engines.native_writing import NotNative
 from tests.helpers.engine_runs import run, same
+from tests.helpers.native_gradients import compare
 
 pytestmark = pytest.mark.process
 SAMPLE = (2, 13, 9)
@@ -50,20 +51,7 @@ def test_gradients_are_those_of_autograd(last: bool, width: int) -> None:
     for batch in (1, 20, 37):
         x = torch.randn(2, batch, *SAMPLE, dtype=torch.float64, generator=generator)
         y = torch.randint(3, (2, batch), generator=generator)
-        g, losses = torch.full_like(w, 7.0), w.new_zeros(2)
-        program.gradients(w, g, x, y, losses, program.scratch())
-        for client in range(2):
-            views = layout.views(w[client])
-            leaves = {name: view.clone().requires_grad_() for name, view in views.items()}
-            output = torch.func.functional_call(model, leaves, (x[client],))
-            loss = nn.functional.cross_entropy(output, y[client])
-            found = torch.autograd.grad(loss, [*leaves.values()])
-            torch.testing.assert_close(losses[client], loss, rtol=1e-11, atol=1e-11)
-            for own, wanted in zip(layout.views(g[client]).values(), found, strict=True):
-                torch.testing.assert_close(own, wanted, rtol=1e-11, atol=1e-11)
-    w[1] = float("inf")
-    program.gradients(w, g, x, y, losses.zero_(), program.scratch())
-    assert losses.isnan().tolist() == [False, True]
+        compare(program, model, layout, w, (x, y), 1e-11)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "prefed", "prefeds"])

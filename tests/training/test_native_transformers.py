@@ -15,6 +15,7 @@ from prefed.models.vit import ViT
 from prefed.training.engines.native_program import Program
 from prefed.training.engines.native_writing import NotNative
 from tests.helpers.engine_runs import run, same
+from tests.helpers.native_gradients import compare
 
 pytestmark = pytest.mark.process
 SYMBOLS, LENGTH = 7, 21
@@ -72,22 +73,8 @@ def test_gradients_are_those_of_autograd(make: Callable[[], nn.Module], dtype: t
     generator = torch.Generator().manual_seed(1)
     w = 0.3 * torch.randn(3, layout.size, dtype=dtype, generator=generator)
     for batch in (1, 3, 13, 20):
-        x, y = samples(model, batch, dtype)
-        g, losses = torch.full_like(w, 7.0), torch.zeros(3, dtype=dtype)
-        program.gradients(w, g, x, y, losses, program.scratch())
-        for client in range(3):
-            views = layout.views(w[client])
-            leaves = {name: view.clone().requires_grad_() for name, view in views.items()}
-            output = torch.func.functional_call(model, leaves, (x[client],))
-            loss = nn.functional.cross_entropy(output, y[client])
-            found = torch.autograd.grad(loss, [*leaves.values()])
-            tolerance = 1e-5 if dtype == torch.float32 else 1e-12
-            torch.testing.assert_close(losses[client], loss, rtol=tolerance, atol=tolerance)
-            for own, wanted in zip(layout.views(g[client]).values(), found, strict=True):
-                torch.testing.assert_close(own, wanted, rtol=tolerance, atol=tolerance)
-    w[1] = float("inf")
-    program.gradients(w, g, x, y, losses.zero_(), program.scratch())
-    assert losses.isnan().tolist() == [False, True, False]
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+        compare(program, model, layout, w, samples(model, batch, dtype), tolerance)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "prefed", "prefeds", "scaffold", "fedadam", "fedpac"])
