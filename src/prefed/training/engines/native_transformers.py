@@ -102,7 +102,7 @@ def write(
     files = "chain.c", "transformer.c"
     return Written(
         [*places_of, *forward], [*places_of, *back], scores, classes, out.size, lanes, width, rows,
-        sequences, files, sizes, tables, labels, compiling=6.0,
+        sequences, files, sizes, tables, labels,
     )  # fmt: skip
 
 
