@@ -1,10 +1,22 @@
-"""Gradients of a program in C beside autograd's."""
+"""Gradients of a program in C beside autograd's, and text for models of it."""
 
 import torch
 from torch import Tensor, nn
 
+import prefed
 from prefed.core.layout import Layout
 from prefed.training.engines.native_program import Program
+
+SYMBOLS, LENGTH = 7, 21
+
+
+def text(clients: int = 4) -> prefed.FederatedData:
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for n in (7, 12, 9, 6)[:clients]:
+        line = torch.randint(SYMBOLS, (n, LENGTH + 1), generator=generator)
+        made.append((line[:, :-1].to(torch.uint8), line[:, 1:].contiguous()))
+    return prefed.FederatedData(made, test=made[0])
 
 
 def compare(

@@ -15,10 +15,9 @@ from prefed.models.vit import ViT
 from prefed.training.engines.native_program import Program
 from prefed.training.engines.native_writing import NotNative
 from tests.helpers.engine_runs import run, same
-from tests.helpers.native_gradients import compare
+from tests.helpers.native_gradients import LENGTH, SYMBOLS, compare, text
 
 pytestmark = pytest.mark.process
-SYMBOLS, LENGTH = 7, 21
 
 
 def gpt(**options: Any) -> nn.Module:
@@ -49,15 +48,6 @@ def samples(model: nn.Module, batch: int, dtype: torch.dtype) -> tuple[Tensor, T
     shape = 3, batch, len(model.positions)
     x, y = (torch.randint(SYMBOLS, shape, generator=generator) for _ in range(2))
     return x.to(dtype), y
-
-
-def text(clients: int = 4) -> prefed.FederatedData:
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for n in (7, 12, 9, 6)[:clients]:
-        line = torch.randint(SYMBOLS, (n, LENGTH + 1), generator=generator)
-        made.append((line[:, :-1].to(torch.uint8), line[:, 1:].contiguous()))
-    return prefed.FederatedData(made, test=made[0])
 
 
 @pytest.mark.parametrize("make", [gpt, characters, long_text, vit])

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional
@@ -19,9 +21,11 @@ from prefed.training.task import Loss, Task
 
 Losses = Callable[[State, State, Inputs, Any, Tensor], Tensor]
 """(parameters, buffers, x, y, keys of dropout), each with a row a client -> losses (C)."""
+Each = Callable[[Losses], Losses]
+"""Makes losses of many clients of that of one: vmap, or `one_by_one`."""
 
 
-def losses_of(task: Task, module: nn.Module | None = None) -> Losses:
+def losses_of(task: Task, module: nn.Module | None = None, each: Each = vmap) -> Losses:
     """The fastest way there is for this model: batched products for a chain of linear layers,
     vmap for any other model.
 
@@ -29,7 +33,7 @@ def losses_of(task: Task, module: nn.Module | None = None) -> Losses:
     """
     module = module or task.flat.module
     if (forward := linear_chains.plan(module)) is None:
-        return by_vmap(task, module=module)
+        return by_vmap(task, module=module, each=each)
     prepare = vmap(task.transform) if task.transform else (lambda x: x)
     loss: Loss = vmap(task.loss)
     if task.loss in WITH_CLASSES:
@@ -51,6 +55,7 @@ def by_vmap(
     task: Task,
     loss: Callable[[Tensor, Any], Tensor] | None = None,
     module: nn.Module | None = None,
+    each: Each = vmap,
 ) -> Losses:
     """loss   another than that of the task, of the output and of what stands in the place of y"""
     one, transform = one_client(task, module or task.flat.module, loss, True), task.transform
@@ -58,8 +63,19 @@ def by_vmap(
     def transformed(weights: State, buffers: State, x: Inputs, y: Any, key: Tensor) -> Tensor:
         return one(weights, buffers, transform(x) if transform else x, y, key)
 
-    mapped: Losses = vmap(transformed)
-    return mapped
+    return each(transformed)
+
+
+def one_by_one(loss: Losses) -> Losses:
+    """In place of vmap, for models that it cannot run."""
+
+    def losses(*given: Any) -> Tensor:
+        rows = range(len(given[-1]))
+        return torch.stack(
+            [loss(*(batch.mapped(itemgetter(row), g) for g in given)) for row in rows]
+        )
+
+    return losses
 
 
 def one_client(

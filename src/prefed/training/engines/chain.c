@@ -439,7 +439,7 @@ static int gradient(const real *w, real *g, const real *x, const int64_t *y, int
     return 0;
 }
 
-/* The scores of samples, (sample, CLASSES, LABELS); -3 if a symbol is none. */
+/* The scores of samples, (sample, CLASSES, LABELS), each found at SCORE(c, s, l); -3 if a symbol is none. */
 int outputs(int64_t samples, const real *w, const real *x, real *out, real *scratch)
 {
     for (int64_t first = 0; first < samples; first += SAMPLES) {
@@ -449,7 +449,7 @@ int outputs(int64_t samples, const real *w, const real *x, real *out, real *scra
         const real *scores = (const real *)SCORES;
         for (int s = 0; s < count; s++)
             for (int c = 0; c < CLASSES; c++)
-                for (int l = 0; l < LABELS; l++) *out++ = scores[c * WIDTH + s * LABELS + l];
+                for (int l = 0; l < LABELS; l++) *out++ = scores[SCORE(c, s, l)];
     }
     return 0;
 }

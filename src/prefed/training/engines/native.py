@@ -2,10 +2,11 @@
 
 torch needs some 5 microseconds for each operation and moves what is between layers through
 memory that it asks for anew; of a network of a few thousand weights that is most of a step. Here
-a chain of layers (chain.c, winograd.c) or a transformer (transformer.c) becomes a C program,
-compiled once for the model and the batch size: forward, back and, where the rule has a form in C
-(Rule.in_c), the step too, one client after another, so that its vectors stay in the cache. Anything
-else about a round is as in the vectorised engine.
+a chain of layers (chain.c, winograd.c), a transformer (transformer.c), a residual network
+(resnet.c) or an LSTM (lstm.c) becomes a C program, compiled once for the model and the batch size:
+forward, back and, where the rule has a form in C (Rule.in_c), the step too, one client after
+another, so that its vectors stay in the cache. Anything else about a round is as in the vectorised
+engine.
 
 It needs a C compiler. What cannot be written in C trains without it, after one line that says why.
 """
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import vmap
 
 from prefed.algorithms import Algorithm
@@ -30,6 +31,7 @@ from prefed.data import FederatedData
 from prefed.data.samples import LazySamples
 from prefed.rules import Rule, State
 from prefed.rules.rule import in_c
+from prefed.training.engines.block_losses import one_by_one
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
 from prefed.training.engines.native_program import Program
 from prefed.training.engines.native_writing import NotNative
@@ -67,6 +69,8 @@ class Native(Vectorised):
     way = "C"
 
     def __init__(self, task: Task, data: FederatedData, settings: Settings) -> None:
+        if any(isinstance(layer, nn.RNNBase) for layer in task.flat.module.modules()):
+            self.each = one_by_one  # what is not in C: vmap does not know such layers
         super().__init__(task, data, settings)
         if task.device.type != "cpu":
             raise NotNative(f"device {task.device.type}")

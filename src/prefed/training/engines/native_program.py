@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from prefed.core.c_programs import CannotCompile, compiled
 from prefed.core.layout import Layout
-from prefed.training.engines import native_chains, native_resnets, native_transformers
+from prefed.training.engines import (
+    native_chains,
+    native_lstms,
+    native_resnets,
+    native_transformers,
+)
 from prefed.training.engines.native_writing import (
     MOST_COPIED,
     MOST_FIELDS,
@@ -23,6 +28,9 @@ from prefed.training.engines.native_writing import (
     text,
 )
 
+WRITERS = native_transformers, native_resnets, native_lstms
+"""Of models that are no chains of layers."""
+
 
 class Program:
     """For this model, samples of this shape and batches of about this size."""
@@ -32,7 +40,7 @@ class Program:
     ) -> None:
         if dtype not in TYPES:
             raise NotNative(f"weights of type {dtype}")
-        writers = (w for w in (native_transformers, native_resnets) if type(module) in w.MODELS)
+        writers = (w for w in WRITERS if type(module) in w.MODELS)
         written = next(writers, native_chains).write(module, layout, sample, dtype, batch)
         self.source, self.memory = written.source(layout, sample, dtype), written.memory
         self.labels, self.compiling = written.labels, written.compiling

@@ -19,6 +19,7 @@ from prefed.training.engines.native_writing import (
     Shape,
     Vectors,
     Written,
+    check_embedding,
     check_kinds,
     check_layer,
 )
@@ -99,7 +100,7 @@ def write(
     places_of += more
     out.check_all_used()
     labels = () if vit else (tokens,)
-    files = "chain.c", "transformer.c"
+    files = "chain.c", "product.c", "transformer.c"
     return Written(
         [*places_of, *forward], [*places_of, *back], scores, classes, out.size, lanes, width, rows,
         sequences, files, sizes, tables, labels,
@@ -117,9 +118,7 @@ def _checked(module: GPT | CharTransformer | ViT) -> list[TransformerBlock]:
     embed = nn.Linear if isinstance(module, ViT) else nn.Embedding
     check_kinds([module.embed, module.norm, module.head], [embed, nn.LayerNorm, nn.Linear])
     if isinstance(module.embed, nn.Embedding):
-        table = module.embed
-        if (table.padding_idx, table.max_norm) != (None, None) or table.scale_grad_by_freq:
-            raise NotNative("its embedding leaves symbols out, or limits them")
+        check_embedding(module.embed)
     blocks: list[TransformerBlock] = []
     for block in module.blocks:
         if not isinstance(block, TransformerBlock):

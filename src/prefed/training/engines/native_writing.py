@@ -104,7 +104,8 @@ class Written:
         head |= {"FEATURES": math.prod(sample), "LABELS": math.prod(self.labels)}
         head |= {"SIZE": layout.size, "COPIED": int(layout.size <= MOST_COPIED)}
         head |= {"PAGE": PAGE, "MOST_FIELDS": MOST_FIELDS}
-        head |= {"CLASSES": self.classes, "SCORES": self.scores, **self.sizes}
+        head |= {"CLASSES": self.classes, "SCORES": self.scores}
+        head |= {"SCORE(c, s, l)": "((c) * WIDTH + (s) * LABELS + (l))", **self.sizes}
         return "\n".join(
             [
                 *(f"#define {name} {value}" for name, value in head.items()),
@@ -174,6 +175,12 @@ def check_kinds(layers: Sequence[object], kinds: Sequence[type[nn.Module]]) -> N
     """Each is exactly of the kind that stands there."""
     if [type(layer) for layer in layers] != [*kinds]:
         raise NotNative(f"it has other layers than {', '.join(kind.__name__ for kind in kinds)}")
+
+
+def check_embedding(table: nn.Embedding) -> None:
+    """It is a table of rows and nothing more."""
+    if (table.padding_idx, table.max_norm) != (None, None) or table.scale_grad_by_freq:
+        raise NotNative("its embedding leaves symbols out, or limits them")
 
 
 def text(name: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from prefed.algorithms import Algorithm
 from prefed.core import batch
@@ -24,7 +25,7 @@ from prefed.data import FederatedData
 from prefed.rules import Field
 from prefed.rules.rule import Other
 from prefed.training.batches import local_steps
-from prefed.training.engines.block_losses import Losses, by_vmap, gradients_of, losses_of
+from prefed.training.engines.block_losses import Each, Losses, by_vmap, gradients_of, losses_of
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
 from prefed.training.engines.linear_chains import Differentiate
 from prefed.training.engines.sequential import Sequential
@@ -69,13 +70,14 @@ def vectorised(task: Task, data: FederatedData, settings: Settings) -> Engine:
 class Vectorised:
     way = "vmap"
     """What gradients are computed by."""
+    each: Each = staticmethod(vmap)
 
     def __init__(self, task: Task, data: FederatedData, settings: Settings) -> None:
         self.task, self.data, self.settings = task, data, settings
-        self.losses = losses_of(task)
-        self.any_losses = by_vmap(task)
+        self.losses = losses_of(task, each=self.each)
+        self.any_losses = by_vmap(task, each=self.each)
         self.losses_of_drawn = by_vmap(
-            task, lambda output, given: loss_of_drawn(task.loss, output, *given)
+            task, lambda output, given: loss_of_drawn(task.loss, output, *given), each=self.each
         )
         self.gradients = gradients_of(task)
         self.workspaces: dict[tuple[str, int], Tensor] = {}
