@@ -45,6 +45,8 @@ class ControlledSGD(SGD):
         w.add_((self.direction(g, state) + state["c"]).sub_(state["c_i"]), alpha=-lr)
 
     def finish(self, w: Tensor, state: State, lr: float, steps: int) -> None:
+        if lr == 0:  # nothing moved, and nothing is learnt
+            return
         c, c_i = state["c"], state["c_i"]
         change = (state["w_start"] - w).div_(steps * lr).sub_(c)
         c_i.add_(change)

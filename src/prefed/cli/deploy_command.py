@@ -1,4 +1,5 @@
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -87,10 +88,13 @@ def deploy(
         raise typer.BadParameter("choose one of --local N, --simulate N and --write DIR")
     if resume and out is None:
         raise typer.BadParameter("--resume needs --out, the directory of the run to go on with")
+    if write is not None and out is not None:
+        raise typer.BadParameter("--out and --resume are for runs, and --write begins none")
     if open_network and simulate is None:
         raise typer.BadParameter("--open-network is for --simulate: nothing else opens the network")
     show_warnings_plainly()
     require_flower()
+    from prefed.flower.arrivals import check_deployable
     from prefed.flower.deployment_options import Options
 
     loaded = load(config, set)
@@ -104,6 +108,10 @@ def deploy(
     options = checked(Options, dict(zip(names, given, strict=True)) | secure)
     if secure_aggregation and (local or simulate or 3) < 3:
         raise typer.BadParameter("--secure-aggregation: a sum needs three nodes or more")
+    run = loaded.make_run()
+    check_deployable(run.algorithm, run.settings, len(run.data))
+    if loaded.devices is not None:
+        print("devices: left out; clients are real here, and so is time", file=sys.stderr)
     if write is not None:
         from prefed.flower.write import write_app
 

@@ -16,9 +16,11 @@ def report(
     figures: Figures = None,
 ) -> None:
     """Write one HTML file that opens offline, and with --figures a folder of figures."""
+    from prefed.cli.progress import show_warnings_plainly
     from prefed.experiments.stored_runs import load_runs
     from prefed.report import write_report
 
+    show_warnings_plainly()
     found = load_runs(*folders)
     if not found:
         raise no_runs(folders)
@@ -29,10 +31,12 @@ def report(
 
 def runs(folders: Folders) -> None:
     """List the runs in directories: status, progress and headline figures."""
+    from prefed.cli.progress import show_warnings_plainly
     from prefed.cli.tables import show, table
     from prefed.experiments.measures import measures, megabytes
     from prefed.experiments.stored_runs import load_runs
 
+    show_warnings_plainly()
     found = load_runs(*folders)
     if not found:
         raise no_runs(folders)

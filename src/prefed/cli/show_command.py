@@ -37,6 +37,7 @@ def cat(
     from tomli_w import dumps
 
     from prefed.core.errors import PrefedError, did_you_mean
+    from prefed.core.registry import from_user
     from prefed.experiments.config import find, shipped
     from prefed.training.device_classes import CLASSES
 
@@ -53,7 +54,7 @@ def cat(
     kinds = _kinds()
     if ":" in name:
         handed = tuple(name for given in kinds.values() for name in given)
-        say(f"{name}\n\n{_described(next(iter(kinds)).get(name), handed)}")
+        say(f"{name}\n\n{_described(from_user(name), handed)}")
         return
     found = [registry for registry in kinds if name in registry.names()]
     for registry in found:
@@ -99,8 +100,12 @@ def _described(thing: Any, given: tuple[str, ...] = ()) -> str:
 
 
 def validate(config: Source, set: Changes = []) -> None:
-    """Check a config, a study or a table, and print every error in it at once."""
+    """Check a config, a study or a table, and print every error in it at once.
+
+    Of a config the run is made too, up to its first round, if its data is on this machine.
+    """
     from prefed.core.errors import PrefedError
+    from prefed.data.reading import Missing
     from prefed.experiments import printed_tables, study
     from prefed.experiments.config import kind_of, load
 
@@ -108,7 +113,12 @@ def validate(config: Source, set: Changes = []) -> None:
         devices = load(config, set).devices
         if devices is not None:
             devices.check()
-        print(f"{config}: ok")
+        try:
+            load(config, [*set, "device=cpu"]).make_run()
+        except Missing as missing:
+            print(f"{config}: ok, as far as can be told without its data\n{missing}")
+        else:
+            print(f"{config}: ok")
         return
     if set:
         raise PrefedError(

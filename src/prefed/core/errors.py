@@ -1,6 +1,7 @@
 """What can go wrong, in words for the person who has to mend it."""
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -76,10 +77,11 @@ def explain(error: "ValidationError", model: "type[BaseModel]", prefix: str = ""
             key = item["ctx"]["discriminator"].strip("'")
             lines.append(f"{where}: should say which {key} it is, with the key {key}")
         elif not path:
-            lines.append((prefix.rstrip(".") + ": " if prefix else "") + _text(item))
+            lines.append(re.sub(r"\.$", ": ", prefix) + _text(item))
         else:
             text = _text(item)
-            value = f", not {shown(item['input'])}" if text.startswith("should") else ""
+            says = not text.startswith("should") or ", not " in text
+            value = "" if says else f", not {shown(item['input'])}"
             lines.append(f"{where}: {text}{value}")
     return list(dict.fromkeys(lines))
 

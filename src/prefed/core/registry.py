@@ -7,8 +7,9 @@ when it is imported, and a thing of the user's own is named "module:attribute".
 import importlib
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from prefed.core.errors import PrefedError, did_you_mean
 from prefed.core.plain import name_of
@@ -49,7 +50,8 @@ class Registry(Generic[T]):
         if name in self._things:
             return self._things[name]
         if ":" in name:
-            return self._from_user(name)
+            thing: T = from_user(name, self.kind)
+            return thing
         known = self.names()
         if name not in self._things:
             self._import_all(CONTRIB)
@@ -64,19 +66,27 @@ class Registry(Generic[T]):
                 return name
         return name_of(thing)
 
-    def _from_user(self, name: str) -> T:
-        module_name, _, attribute = name.partition(":")
-        if "" not in sys.path:
-            sys.path.insert(0, "")  # the directory the user stands in, as `python -m` has it
-        try:
-            module = importlib.import_module(module_name)
-        except ImportError as error:
-            raise PrefedError(f"{self.kind} {name!r}: cannot import it: {error}") from error
-        if not hasattr(module, attribute):
-            found = did_you_mean(attribute, (n for n in dir(module) if not n.startswith("_")))
-            raise PrefedError(f"{self.kind} {name!r}: {module_name} has no {attribute!r}{found}")
-        thing: T = getattr(module, attribute)
-        return thing
+
+def from_user(name: str, kind: str = "") -> Any:
+    """The attribute that "module:attribute" names, of a module in the directory the user stands in
+    or that Python finds elsewhere."""
+    module_name, _, attribute = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` has it
+    what = f"{kind} {name!r}".strip()
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise PrefedError(f"{what}: cannot import it: {error}") from error
+    except Exception as error:  # it is the user's, and runs while it is imported
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
+        told = f"{type(error).__name__}: {error}{where}"
+        raise PrefedError(f"{what}: cannot import it: {told}") from error
+    if not hasattr(module, attribute):
+        found = did_you_mean(attribute, (n for n in dir(module) if not n.startswith("_")))
+        raise PrefedError(f"{what}: {module_name} has no {attribute!r}{found}")
+    return getattr(module, attribute)
 
 
 def _is_contrib(thing: object) -> bool:

@@ -16,6 +16,14 @@ from prefed.core.errors import PrefedError
 def write_whole(path: Path, content: bytes | str) -> None:
     """Write to a temporary file beside it, flush it to the disk, and rename."""
     data = content.encode() if isinstance(content, str) else content
+    try:
+        _write_whole(path, data)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None  # not the temporary one
+        raise
+
+
+def _write_whole(path: Path, data: bytes) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -14,7 +14,7 @@ from prefed.core.batch import Inputs, Ragged, is_ragged, mapped, take, to_inputs
 from prefed.core.errors import PrefedError
 from prefed.core.losses import are_labels
 from prefed.core.registry import Registry
-from prefed.data.federated import Augment, FederatedData, Partition, Transform
+from prefed.data.federated import Augment, FederatedData, Partition, Parts, Transform
 from prefed.data.samples import Pad, fill_of_targets
 
 MOST_CLASSES = 1_000_000
@@ -135,6 +135,20 @@ def partition(
     if "keys" in inspect.signature(split).parameters:
         given["keys"] = None if dataset.client is None else np.asarray(dataset.client)
     labels = np.zeros(len(dataset.y), int) if is_ragged(dataset.y) else np.asarray(dataset.y)
-    parts = split(labels, generator, **given, **options)
+    parts = _checked(split(labels, generator, **given, **options), len(labels))
     clients = Partition(dataset.x, dataset.wanted, parts)
     return FederatedData(clients, dataset.test, dataset.transform, dataset.augment)
+
+
+def _checked(parts: Any, samples: int) -> Parts:
+    """What a split returned, which may be the user's own."""
+    try:
+        made = Parts.of(parts)
+        order = np.asarray(made.order)
+        wrong = order[(order < 0) | (order >= samples)]
+    except (TypeError, ValueError) as error:
+        told = f"should return the sample numbers of each client: {error}"
+        raise PrefedError(f"data.split: {told}") from error
+    if len(wrong):
+        raise PrefedError(f"data.split: sample {wrong[0]} is none of 0 to {samples - 1}")
+    return made

@@ -46,9 +46,16 @@ def npz(path: str, test: float = 0.2, scale: float = 255.0, augment: bool = Fals
         if arrays["client"].shape != (len(x),):
             raise PrefedError(f"{where}: client should have one entry for each of {len(x)} samples")
         client = np.unique(arrays["client"], return_inverse=True)[1].astype(np.int64)
-    if "x_test" in arrays and "y_test" in arrays:
+    if ("x_test" in arrays) != ("y_test" in arrays):
+        there, missing = ("x", "y") if "x_test" in arrays else ("y", "x")
+        raise PrefedError(f"{where}: there is {there}_test in it, but no {missing}_test")
+    if "x_test" in arrays:
         test_x, test_y = _float32(arrays["x_test"]), _targets(where, arrays["y_test"])
         _check_lengths(where, "_test", test_x, test_y)
+        for name, one, other in (("x", x, test_x), ("y", y, test_y)):
+            if one.shape[1:] != other.shape[1:]:
+                sizes = f"of shape {other.shape[1:]} each, and {name} of {one.shape[1:]}"
+                raise PrefedError(f"{where}: {name}_test has samples {sizes}")
     else:
         if not 0 < test < 1 or len(x) < 2:
             text = "test should lie between 0 and 1, or give x_test and y_test"
@@ -72,7 +79,9 @@ def npz(path: str, test: float = 0.2, scale: float = 255.0, augment: bool = Fals
 
 
 def _check_lengths(where: Path, which: str, x: Array, y: Array) -> None:
-    if x.ndim == 0 or y.ndim == 0 or len(x) != len(y) or len(x) == 0:
+    if x.ndim and y.ndim and len(x) == len(y) == 0:
+        raise PrefedError(f"{where}: x{which} and y{which} hold no samples")
+    if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
         text = f"x{which} {x.shape} and y{which} {y.shape} should have the same length"
         raise PrefedError(f"{where}: {text}")
 

@@ -17,7 +17,10 @@ Labels = np.ndarray[Any, Any]
 
 
 def check_size(samples: int, clients: int, min_size: int) -> None:
-    if clients < 1 or min_size < 1 or clients * min_size > samples:
+    for name, value in (("clients", clients), ("min_size", min_size)):
+        if value < 1:
+            raise PrefedError(f"data.split.{name}: should be 1 or more, not {value}")
+    if clients * min_size > samples:
         raise PrefedError(
             f"data.split: {clients} clients with at least {min_size} samples each "
             f"cannot be made of {samples} samples"

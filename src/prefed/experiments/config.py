@@ -106,6 +106,11 @@ class Config(Settings):
     def make_data(self) -> tuple[Dataset, FederatedData]:
         """The data set and its split, which depend on the config and seed alone."""
         dataset = DATASETS.get(self.data.name)(**self.data.options)
+        if not isinstance(dataset, Dataset):
+            found = type(dataset).__name__
+            raise PrefedError(
+                f"data: {self.data.name} should return a prefed.data.Dataset, not {found}"
+            )
         if self.data.validation:
             dataset = dataset.hold_out(self.data.validation, draws.generator(self.seed, "held out"))
         if self.data.target == "input":
@@ -248,7 +253,10 @@ def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
     for name in ("algorithm", "model", "data", "loss"):
         if isinstance(table.get(name), str):
             table[name] = {"name": table[name]}
+    changes = [*changes]
     bare = [_change(table, change) for change in changes]
+    if {*INSTEAD} <= {change.partition("=")[0].strip() for change in changes}:
+        raise PrefedError("local_steps: cannot stand beside local_epochs; take one of them")
     algorithm = table.get("algorithm")
     if not isinstance(tuned, dict) or not all(isinstance(t, dict) for t in tuned.values()):
         raise PrefedError("tuned: should hold tables, one for each algorithm")
@@ -258,10 +266,10 @@ def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
     errors: list[str] = []
     for key, value in filter(None, bare):
         path = key.split(".")
-        if path[0] in known:
+        if known is not None and path[0] in known:
             assign(table["algorithm"], path, value, key)
-        else:
-            names = {*Config.model_fields, *known}
+        elif known is not None or "algorithm" not in table:
+            names = {*Config.model_fields, *(known or ())}
             errors.append(f"{key}: unknown option{did_you_mean(path[0], names)}")
     _fill_schedules(table)
     config = None
@@ -307,7 +315,7 @@ def _tuned(tuned: dict[str, Any], name: str) -> dict[str, Any]:
     FedNova."""
     try:
         kinds = ALGORITHMS.get(name).__mro__
-    except PrefedError:  # which is told elsewhere
+    except (PrefedError, AttributeError):  # which is told elsewhere
         kinds = ()
     names = [name, *(ALGORITHMS.name_of(kind) for kind in kinds if issubclass(kind, Algorithm))]
     found: dict[str, Any] = next((tuned[n] for n in names if n in tuned), {})
@@ -346,6 +354,15 @@ def _change(table: dict[str, Any], change: str) -> tuple[str, Any] | None:
 
 INSTEAD = {"local_steps": "local_epochs", "local_epochs": "local_steps"}
 """Settings that a change of the other puts out of force."""
+SEEDS = "--seeds says how many there are, from 0 on"
+
+
+def refuse(changes: Iterable[str], **reasons: str) -> None:
+    """Raise if one of these settings is changed, or a part of it that says which it is."""
+    for change in changes:
+        key = change.partition("=")[0].strip()
+        if (reason := reasons.get(key.removesuffix(".name"))) is not None:
+            raise PrefedError(f"--set {change}: {reason}")
 
 
 def assign(table: dict[str, Any], path: list[str], value: Any, change: str) -> None:
@@ -360,12 +377,13 @@ def assign(table: dict[str, Any], path: list[str], value: Any, change: str) -> N
     table[path[-1]] = value
 
 
-def _algorithm_options(table: dict[str, Any]) -> set[str]:
+def _algorithm_options(table: dict[str, Any]) -> set[str] | None:
+    """None if there is no such algorithm."""
     try:
         kind = ALGORITHMS.get(table["algorithm"]["name"])
         return {*kind.model_fields, *kind.contrib_options}
     except (PrefedError, KeyError, TypeError, AttributeError):
-        return set()
+        return None
 
 
 def _check_parts(table: dict[str, Any]) -> list[str]:
@@ -401,6 +419,12 @@ def _check_parts(table: dict[str, Any]) -> list[str]:
             thing: Any = registry.get(name)
         except PrefedError as error:
             errors.append(f"{'.'.join(path)}.name: {error}")
+            continue
+        if registry is ALGORITHMS and not (
+            isinstance(thing, type) and issubclass(thing, Algorithm)
+        ):
+            what = f"{name!r} is a {type(thing).__name__}, not a class of algorithms"
+            errors.append(f"algorithm.name: {what}, as prefed.FedAvg is")
             continue
         no_options = given_to(thing) if registry is LOSSES else given
         model = thing if registry is ALGORITHMS else options_model(thing, no_options)

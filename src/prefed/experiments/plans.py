@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from prefed.core.errors import PrefedError, RunFailed
-from prefed.experiments.config import Config, load
+from prefed.experiments.config import SEEDS, Config, load, refuse
 from prefed.experiments.jobs import Job, Many, run_jobs
 from prefed.experiments.run_directory import differing, read_config
-from prefed.experiments.stored_runs import StoredRun, load_run
+from prefed.experiments.stored_runs import ARCHIVE, StoredRun, load_run
 from prefed.experiments.trackers import Tracking
 
 
@@ -28,9 +28,10 @@ class Planned:
         there = read_config(self.folder) if archived is None else archived.config
         ended = archived is not None
         if differences := differing(there, self.config.to_dict(), ended):
+            where = self.folder.parent / ARCHIVE if ended else self.folder
             raise PrefedError(
-                f"{self.folder}: holds a run of another config; choose another --out\n"
-                + "\n".join(differences)
+                f"{where}: holds a run of another config{f' ({self.title})' if ended else ''}; "
+                f"choose another --out\n" + "\n".join(differences)
             )
         return archived or load_run(self.folder)
 
@@ -81,6 +82,9 @@ def plan_comparison(
 ) -> list[Planned]:
     """Every algorithm with every seed. Seeds are paired: seed s has the same split, first
     weights, cohorts and batches for each algorithm. Ordered seed by seed."""
+    refuse(changes, seed=SEEDS, algorithm="--algorithms says which are compared")
+    if not (algorithms := [*algorithms]):
+        raise PrefedError("--algorithms: names none")
     planned = []
     for seed in range(seeds):
         for name in algorithms:

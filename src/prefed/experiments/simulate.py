@@ -1,14 +1,14 @@
 """`prefed.simulate` and `prefed.load`: runs of models and data that are made in Python."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from prefed.algorithms import Algorithm
-from prefed.core.errors import checked
+from prefed.core.errors import PrefedError, checked
 from prefed.data import FederatedData
 from prefed.experiments.bars import RoundBar
 from prefed.experiments.run_directory import execute
@@ -26,7 +26,7 @@ def simulate(
     model: nn.Module,
     data: FederatedData,
     *,
-    loss: Loss | str | None = None,
+    loss: Loss | str | Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
     out: str | Path | None = None,
     resume: bool = False,
@@ -38,12 +38,15 @@ def simulate(
     algorithm          such as prefed.PreFed(client_lr=0.01)
     model              any torch.nn.Module
     data               a prefed.FederatedData
-    loss               (output, y) -> a number, or "cross_entropy", "mse", "bce"; None: by targets
+    loss               (output, y) -> a number, or "cross_entropy", "mse", "bce", or a table with a
+                       name and options; None: by targets
     callbacks          see prefed.Callback
     out                a directory for checkpoints, the history and the model; None writes nothing
     resume             go on with the run in `out`, to the same bits; without one there, begin
     progress           True: a bar, elsewhere a line a round; None: a bar or nothing; False: nothing
     """
+    if resume and out is None:
+        raise PrefedError("resume: needs out, the directory of the run to go on with")
     run = Run(algorithm, model, data, checked(Settings, settings), loss)
     if progress is not False:
         quiet = False if progress else None

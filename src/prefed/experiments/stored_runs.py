@@ -7,6 +7,7 @@ and between config and records, if it is known, "environment": {"processor": ...
 
 import json
 import lzma
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,13 +119,16 @@ def load_run(folder: Path, with_records: bool = True) -> StoredRun:
     config = _checked(read_config(folder), str(folder / "config.toml"))
     run = StoredRun(folder, config)
     path = folder / "rounds.jsonl"
-    for number, line in enumerate(_lines(path) if with_records else (), 1):
+    lines = _lines(path) if with_records else []
+    for number, line in enumerate(lines, 1):
         try:
             run.history.append(from_json(line))
         except NotARecord:
             raise PrefedError(f"{path}:{number}: not a record of a round") from None
         except (ValueError, RecursionError):
-            break  # the last line of a run that was killed while writing it
+            if number < len(lines):
+                raise PrefedError(f"{path}:{number}: not a record of a round") from None
+            # else the last line of a run that was killed while writing it
     try:
         about = json.loads(read_whole(folder / "environment.json"))
     except (OSError, ValueError, RecursionError):
@@ -201,8 +205,10 @@ def _entry(run: StoredRun) -> dict[str, Any]:
 
 
 def load_runs(*folders: str | Path) -> list[StoredRun]:
-    """All runs in these directories and below them, archived or not, ordered by their paths."""
-    runs: list[StoredRun] = []
+    """All runs in these directories and below them, archived or not, ordered by their paths. One
+    that lies in several of them counts once; one that cannot be read is left out, with a
+    warning."""
+    runs: dict[Path, StoredRun] = {}
     for folder in map(Path, folders):
         if not folder.is_dir():
             what = (
@@ -213,9 +219,13 @@ def load_runs(*folders: str | Path) -> list[StoredRun]:
         for path in folder.rglob(ARCHIVE):
             found |= {run.folder: run for run in load_archive(path.parent).values()}
         for path in {p.parent for p in folder.rglob("config.toml")} - found.keys():
-            found[path] = load_run(path)
-        runs += [found[path] for path in sorted(found)]
-    return runs
+            try:
+                found[path] = load_run(path)
+            except PrefedError as error:
+                warnings.warn(f"left out: {error}", stacklevel=2)
+        for path in sorted(found):
+            runs.setdefault(path.resolve(), found[path])
+    return [*runs.values()]
 
 
 def to_pandas(*folders: str | Path) -> "pandas.DataFrame":

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from prefed.core.errors import PrefedError
-from prefed.experiments.config import load
+from prefed.experiments.config import SEEDS, load, refuse
 from prefed.experiments.jobs import Many
 from prefed.experiments.measures import measure
 from prefed.experiments.plans import OnEvent, Planned, run_all
@@ -175,6 +175,7 @@ def evaluate_best(
 def _plan(
     source: str, changes: Sequence[str], point: Point, seeds: int, out: Path
 ) -> list[Planned]:
+    refuse(changes, seed=SEEDS)
     title = " ".join(f"{key}={value}" for key, value in point.items())
     name = title.replace(" ", ",").replace("/", "_").replace(":", ".")
     assigned = [f"{key}={value}" for key, value in point.items()]

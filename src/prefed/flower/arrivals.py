@@ -9,7 +9,10 @@ from torch import Tensor
 from prefed.algorithms import Algorithm
 from prefed.core.errors import PrefedError
 from prefed.training.admission import Admission, NotFinite, Refused, UntrustedUpdate
+from prefed.training.attackers import Attackers
 from prefed.training.mean import Mean
+from prefed.training.run import ONE_PROCESS
+from prefed.training.settings import Settings
 
 Values = dict[str, Tensor]
 
@@ -78,6 +81,19 @@ class Arrivals:
 
     def reasons(self) -> list[str]:
         return [f"client {client}: {reason}" for client, reason in sorted(self.refused.items())]
+
+
+def check_deployable(algorithm: Algorithm, settings: Settings, clients: int) -> None:
+    """Raise if this cannot be run by so many clients that live on nodes."""
+    refuse_lockstep(algorithm)
+    if settings.asynchronous is not None:
+        raise PrefedError(ONE_PROCESS)
+    attackers = Attackers.of(settings, clients)
+    if attackers is not None and attackers.attack.colludes:
+        raise PrefedError(
+            "attackers: these liars have to know what honest clients send, which nodes do not; "
+            "try them in a simulation (prefed run)"
+        )
 
 
 def refuse_lockstep(algorithm: Algorithm) -> None:

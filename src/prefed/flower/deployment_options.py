@@ -45,6 +45,8 @@ class Options(BaseModel):
 
     @model_validator(mode="after")
     def _only_sums(self) -> Self:
+        if self.secure_neighbours is not None and not self.secure_aggregation:
+            raise ValueError("secure_neighbours: is for secure_aggregation")
         if self.secure_aggregation and self.norm_cap is not None:
             raise ValueError(
                 "norm_cap: with secure_aggregation the server sees no single update to measure"

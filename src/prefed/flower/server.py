@@ -36,7 +36,7 @@ from prefed.experiments.config import load
 from prefed.experiments.measures import describe
 from prefed.experiments.run_directory import execute
 from prefed.flower import protocol as p
-from prefed.flower.arrivals import Arrivals, refuse_lockstep
+from prefed.flower.arrivals import Arrivals, check_deployable
 from prefed.flower.deployment_options import Options
 from prefed.flower.kept_state import NEVER
 from prefed.flower.nodes import Nodes, Partitions
@@ -44,7 +44,6 @@ from prefed.flower.replies import exchange
 from prefed.flower.wire import pack, unpack_message
 from prefed.rules import State
 from prefed.training.admission import Admission, Refused, UntrustedUpdate, expected
-from prefed.training.attackers import Attackers
 from prefed.training.client_evaluation import ClientEvaluation, Score
 from prefed.training.means.choice import Means
 from prefed.training.messages import to_mean
@@ -80,8 +79,7 @@ class FlowerTrainer(Trainer):
     own_data: bool
 
     def __post_init__(self) -> None:
-        refuse_lockstep(self.algorithm)
-        self._check_attackers()
+        check_deployable(self.algorithm, self.settings, len(self.data))
         self.means = Means.of(self.settings.mean, self.settings.state_mean)
         data, self.engine = self.data, "flower x 1"
         self.keeps = bool(first_kept(self.algorithm, self.task.flat))
@@ -93,14 +91,6 @@ class FlowerTrainer(Trainer):
         self.nodes = Nodes(self.partitions.identify)
         self.admitted: list[int] = []
         """The clients in the mean of the newest round."""
-
-    def _check_attackers(self) -> None:
-        attackers = Attackers.of(self.settings, len(self.data))
-        if attackers is not None and attackers.attack.colludes:
-            raise PrefedError(
-                "attackers: these liars have to know what honest clients send, which nodes do not; "
-                "try them in a simulation (prefed run)"
-            )
 
     def prepare(self, run: Run) -> None:
         self._wait(range(len(self.data)))

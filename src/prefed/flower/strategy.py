@@ -539,11 +539,11 @@ def make_strategy(kind: type[Algorithm]) -> Callable[..., Strategy]:
     named = cast(type[Strategy], type(kind.__name__, (Strategy,), {}))  # Flower logs the name
 
     def make(**options: Any) -> Strategy:
-        ours = {k: v for k, v in options.items() if k in kind.model_fields}
-        theirs = {k: v for k, v in options.items() if k not in kind.model_fields}
-        known = inspect.signature(Strategy).parameters
+        known = {*kind.model_fields, *kind.contrib_options}
+        ours = {k: v for k, v in options.items() if k in known}
+        theirs = {k: v for k, v in options.items() if k not in known}
         for name in theirs:
-            if name not in known:
+            if name not in inspect.signature(Strategy).parameters:
                 kind(**{name: theirs[name]})  # raises, with the nearest name
         return named(kind(**ours), **theirs)
 

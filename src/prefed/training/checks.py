@@ -3,6 +3,7 @@ its options can work with the model."""
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from prefed.algorithms import Algorithm
 from prefed.codecs import codec
@@ -10,14 +11,40 @@ from prefed.core.errors import PrefedError
 from prefed.core.flat_model import FlatModel
 from prefed.core.layout import Layout
 from prefed.core.schedule import at
+from prefed.data import FederatedData
 from prefed.rules import Rule
 from prefed.rules.grouped import check_groups
 from prefed.rules.halved import check_halved
 from prefed.rules.rule import BLOCK, OTHER
 from prefed.training.round import policy, shared_fields
+from prefed.training.settings import Settings
+from prefed.training.task import Task
 
 TRIED = 100
 """Steps that a rule may leave the weights as they are."""
+
+
+def check_single_samples(task: Task, settings: Settings, data: FederatedData) -> None:
+    """BatchNorm takes no statistics of a single number: name a client that would come to that."""
+    flat = task.flat
+    if not any(isinstance(layer, _BatchNorm) for layer in flat.module.modules()):
+        return
+    clients = (c for c in range(len(data)) if 1 in settings.batch_sizes(data.size(c)))
+    if (client := next(clients, None)) is None:
+        return
+    training, statistics = flat.module.training, flat.read_buffers()
+    try:
+        flat.module.train()
+        with torch.no_grad(), torch.random.fork_rng(), task.seeded(0):
+            task.forward(data.client(client).take(torch.arange(1))[0])
+    except ValueError as error:
+        raise PrefedError(
+            f"clients[{client}]: it has batches of one sample, and BatchNorm takes no statistics "
+            f"of one; set drop_last = true (with local_epochs), or another batch_size"
+        ) from error
+    finally:
+        flat.module.train(training)
+        flat.write_buffers(statistics, torch.zeros((), dtype=torch.int64))
 
 
 def check_in_place(algorithm: Algorithm, flat: FlatModel, steps: int) -> None:

@@ -144,8 +144,13 @@ class Stopper:
 
     def see(self, record: Record) -> str:
         wanted, best, goal = self.wanted, self.best, self.best.goal
-        if wanted.function is not None and wanted.function(record):
-            return f"{name_of(wanted.function)} said so"
+        try:
+            if wanted.function is not None and wanted.function(record):
+                return f"{name_of(wanted.function)} said so"
+        except KeyError as error:
+            raise PrefedError(
+                f"stop_when: the record of a round has no {error}, only {', '.join(record)}"
+            ) from error
         best.see(record)
         if (value := goal.value(record)) is None:
             return ""

@@ -1,5 +1,6 @@
 """What a run is of, written down: enough to tell it from another one, not to run it again."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ def identity(
     kind = {"name": ALGORITHMS.name_of(type(algorithm)), **algorithm.model_dump()}
     table = {
         **settings.to_dict(),
-        "loss": None if loss is None else loss if isinstance(loss, str) else name_of(loss),
+        "loss": loss if loss is None or isinstance(loss, str | Mapping) else name_of(loss),
         "algorithm": kind,
         "model": {
             "python": type(model).__qualname__,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from prefed.core.errors import PrefedError
 from prefed.training.trainer import Record
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ class Observers:
     """Tells callbacks what happens, in the order in which they were given."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
+        for callback in callbacks:
+            if isinstance(callback, type) or not hasattr(callback, "on_start"):
+                name = getattr(callback, "__name__", type(callback).__name__)
+                raise PrefedError(
+                    f"callbacks: should be objects of classes like prefed.Callback, not {name}"
+                )
         self.callbacks = callbacks
         self.listening: list[Callback] = []
         """Those that have heard the start, and neither an end nor a stop."""

@@ -80,9 +80,14 @@ def check_private(
     ]
     for field_name in shared:
         if fields[field_name].shape != (server.layout.size,):
+            if "shape" in type(algorithm).model_fields:
+                raise PrefedError(
+                    f"privacy: {field_name} of {name} is a matrix, and noise would make it none of "
+                    f'a covariance; take shape="diagonal"'
+                )
             raise PrefedError(
-                f"privacy: {field_name} of {name} is a matrix, and noise would make it none of a "
-                f'covariance; take shape="diagonal"'
+                f"privacy: {field_name} of {name} does not hold one number for each weight, and "
+                f"how noise is to be added to it is not known; take another algorithm"
             )
     if shared and privacy.where == "client":
         raise PrefedError(

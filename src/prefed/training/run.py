@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from prefed.algorithms import Algorithm
 from prefed.core import draws
 from prefed.core.errors import Diverged, Interrupted, PrefedError
-from prefed.core.losses import by_targets, ignored_label, is_one_of, squared_error
+from prefed.core.losses import by_targets, ignored_label, is_one_of, make_loss, squared_error
 from prefed.core.machine import threads_for, torch_threads
 from prefed.core.memory import all_finite
 from prefed.core.parts import timed
@@ -21,7 +21,12 @@ from prefed.core.schedule import at
 from prefed.data import FederatedData
 from prefed.training import stragglers
 from prefed.training.attackers import Attackers
-from prefed.training.checks import check_in_place, check_parts, check_sharing
+from prefed.training.checks import (
+    check_in_place,
+    check_parts,
+    check_sharing,
+    check_single_samples,
+)
 from prefed.training.client_evaluation import ClientEvaluation
 from prefed.training.clock import Clock
 from prefed.training.diagnostics import CollapseWatch, diagnose
@@ -60,6 +65,11 @@ UNNOISED = ("update_norm", "drift", "left_out", "refused")
 OLD_NAMES = {"optimiser.steps_left": "optimiser.left"}
 """What checkpoints of earlier versions call a tensor."""
 
+ONE_PROCESS = (
+    "asynchronous: is for simulations in one process, not for several ranks (torchrun) and not for "
+    "Flower's nodes; leave it out, or set workers in place of ranks"
+)
+
 
 class Run:
     """A run that can be advanced round by round. Everything is checked before the first.
@@ -75,13 +85,18 @@ class Run:
         model: nn.Module,
         data: FederatedData,
         settings: Settings,
-        loss: Loss | str | None = None,
+        loss: Loss | str | Mapping[str, Any] | None = None,
         make_trainer: MakeTrainer = make_trainer,
         config: dict[str, Any] | None = None,
     ) -> None:
         if not isinstance(algorithm, Algorithm):
             raise PrefedError(f"algorithm: should be an Algorithm such as prefed.FedAvg(), "
                               f"not {type(algorithm).__name__}")  # fmt: skip
+        if not isinstance(data, FederatedData):
+            raise PrefedError(
+                f"data: should be a prefed.FederatedData, as prefed.FederatedData([(x, y), ...]), "
+                f"not {type(data).__name__}"
+            )
         if settings.clients_per_round is not None and settings.clients_per_round > len(data):
             raise PrefedError(
                 f"clients_per_round: {settings.clients_per_round} is more than the "
@@ -104,10 +119,12 @@ class Run:
         kind = settings.channels_last, settings.precision
         parts: dict[str, Any] = {"personal": algorithm.personal, "frozen": algorithm.freeze}
         parts["micro_batch"] = settings.micro_batch
-        self.task = Task(model, loss, data, device, *kind, **parts)
+        made = make_loss(**loss) if isinstance(loss, Mapping) else loss
+        self.task = Task(model, made, data, device, *kind, **parts)
         flat = self.task.flat
         with torch_threads(1):
             self.task.check(data)
+            check_single_samples(self.task, settings, data)
             check_sharing(algorithm, flat.shared)
             check_parts(algorithm, flat)
             check_other(algorithm, self.task, data)
@@ -122,10 +139,7 @@ class Run:
         )
         self.trainer = make_trainer(algorithm, self.task, self.data, settings.with_workers())
         if settings.asynchronous is not None and not self.trainer.is_asynchronous:
-            raise PrefedError(
-                "asynchronous: is for simulations in one process, not for several ranks (torchrun) "
-                "and not for Flower's nodes; leave it out, or set workers in place of ranks"
-            )
+            raise PrefedError(ONE_PROCESS)
         stragglers.check(settings, algorithm.client_rule().lockstep, self.trainer.simulates)
         self.clock = self._clock()
         """The virtual time of synchronous rounds; None if there is none."""

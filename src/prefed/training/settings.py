@@ -153,6 +153,15 @@ class Settings(BaseModel):
     def _with_new_names(cls, table: Any) -> Any:
         return with_new_names(table, cls.RENAMED)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _true_is_no_number(cls, table: Any) -> Any:
+        for name, value in table.items() if isinstance(table, Mapping) else ():
+            field = cls.model_fields.get(name)
+            if isinstance(value, bool) and field and "bool" not in repr(field.annotation):
+                raise ValueError(f"{name}: should not be true or false")
+        return table
+
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> Self:
         if (self.local_steps is None) == (self.local_epochs is None):
@@ -176,6 +185,8 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _is_slow_in_one_way(self) -> Self:
+        if not self.stragglers and self.straggler_work == "drop":
+            raise ValueError("straggler_work: is for stragglers, of which there are none")
         if self.stragglers and self.devices is not None:
             raise ValueError(
                 "stragglers: cannot stand beside devices, whose speeds say who is slow; set "
@@ -241,6 +252,17 @@ class Settings(BaseModel):
         size = self.batch_size or samples
         batches = samples // size if self.drop_last else math.ceil(samples / size)
         return self.local_epochs * max(1, batches)
+
+    def batch_sizes(self, samples: int) -> set[int]:
+        """Of what a client with so many samples computes a gradient of at a time."""
+        size = self.batch_size or samples
+        sizes = {size}
+        if self.local_epochs is not None:
+            short = set() if self.drop_last and samples >= size else {samples % size} - {0}
+            sizes = short | ({size} if samples >= size else set())
+        if (most := self.micro_batch) is None:
+            return sizes
+        return {n for s in sizes for n in ((most, s % most) if s > most else (s,)) if n}
 
     def with_steps(self, steps: int) -> Self:
         """The same with so many local steps for each client."""

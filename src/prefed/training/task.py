@@ -294,6 +294,7 @@ class Task:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise PrefedError("loss: should return one number for a batch")
             self._check_gradient(x, y)
+            self._check_other_shapes(data)
             if data.test is not None:
                 self.evaluate(*data.test.take(torch.arange(min(2, len(data.test)))))
         except PrefedError:
@@ -303,6 +304,20 @@ class Task:
             raise PrefedError(f"model, loss: they do not fit the data: {error}{hint}") from error
         finally:
             self.flat.module.train(training)
+
+    def _check_other_shapes(self, data: FederatedData) -> None:
+        for where, samples in data.of_other_shapes():
+            x = samples.take(torch.arange(min(2, len(samples))))[0]
+            try:
+                with torch.no_grad():
+                    self.flat.module.eval()
+                    self.forward(x)
+            except Exception as error:
+                shapes = " and ".join(str(tuple(leaf.shape[1:])) for leaf in leaves(x))
+                raise PrefedError(
+                    f"{where}: its samples are of shape {shapes}, which the model does not take, "
+                    f"as it takes those of clients[0]: {error}"
+                ) from error
 
     def _check_targets(self, data: FederatedData, output: Tensor, y: Tensor) -> None:
         """What a loss of ours says of targets; a loss of the user's own knows its targets best."""

@@ -150,7 +150,7 @@ def _refuse_matrices(algorithm: Algorithm, layout: Layout) -> None:
     for name, field in algorithm.client_rule().fields(layout).items():
         if policy(algorithm, name).kind == "average" and field.shape not in ((layout.size,), (1,)):
             raise PrefedError(
-                f"state_mean: {name} of {type(algorithm).__name__} holds matrices, and one that is "
-                f'put together number by number is none; take "geometric", "clipped", "krum" or '
-                f'"multi-krum" for it'
+                f"state_mean: {name} of {type(algorithm).__name__} does not hold one number for "
+                f"each weight, and a matrix that is put together number by number is none; take "
+                f'"geometric", "clipped", "krum" or "multi-krum" for it'
             )
