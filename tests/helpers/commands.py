@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import prefed
+from prefed.core.registry import CONTRIB
 
 Done = subprocess.CompletedProcess[str]
 
@@ -58,7 +59,8 @@ def as_it_was(cwd: Path) -> Iterator[None]:
     handlers, level = list(logger.handlers), logger.level
     signals = {number: signal.getsignal(number) for number in numbers}
     for registry in REGISTRIES:
-        registry.names()  # what the package brings is there to stay
+        registry.names()  # what the package brings is there to stay, and what contrib does
+        registry._import_all(CONTRIB)
     things = [dict(registry._things) for registry in REGISTRIES]
     try:
         os.chdir(cwd)

@@ -345,16 +345,6 @@ class FederatedData:
             found = " and ".join(sorted(f"({x}, {y})" for x, y in kinds))
             raise PrefedError(f"clients, test: (x, y) must have the same dtypes, found {found}")
 
-    def of_other_shapes(self) -> Iterator[tuple[str, Samples]]:
-        """Samples of clients and test sets that have another shape than those of the first client,
-        once for each shape, and where they are."""
-        known = {_shapes(self.client(0))}
-        for where, samples in self._checkable():
-            if _is_lazy(samples) or samples.is_ragged or (shapes := _shapes(samples)) in known:
-                continue
-            known.add(shapes)
-            yield where, samples
-
     def _checkable(self) -> Iterator[tuple[str, Samples]]:
         if isinstance(self.clients, Partition):
             sizes = np.diff(self.clients.ends, prepend=0)
@@ -407,6 +397,18 @@ def _part_of(data: FederatedData, share: float, seed: int, part: int) -> Clients
 
 def _is_lazy(samples: Samples) -> bool:
     return isinstance(samples, LazySamples)
+
+
+def of_other_shapes(data: FederatedData) -> Iterator[tuple[str, Samples]]:
+    """Samples of clients and test sets that have another shape than those before them, once for
+    each shape, and where they are. Those that are read on demand are not looked at."""
+    known: set[Any] = set()
+    for where, samples in data._checkable():
+        if _is_lazy(samples) or samples.is_ragged or (shapes := _shapes(samples)) in known:
+            continue
+        if known:
+            yield where, samples
+        known.add(shapes)
 
 
 def _shapes(samples: Samples) -> tuple[Any, ...]:

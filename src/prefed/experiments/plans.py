@@ -28,10 +28,10 @@ class Planned:
         there = read_config(self.folder) if archived is None else archived.config
         ended = archived is not None
         if differences := differing(there, self.config.to_dict(), ended):
-            where = self.folder.parent / ARCHIVE if ended else self.folder
+            where = f"{self.folder.parent / ARCHIVE}: {self.folder.name}" if ended else self.folder
             raise PrefedError(
-                f"{where}: holds a run of another config{f' ({self.title})' if ended else ''}; "
-                f"choose another --out\n" + "\n".join(differences)
+                f"{where}: holds a run of another config; choose another --out\n"
+                + "\n".join(differences)
             )
         return archived or load_run(self.folder)
 

@@ -222,6 +222,8 @@ def load_runs(*folders: str | Path) -> list[StoredRun]:
             try:
                 found[path] = load_run(path)
             except PrefedError as error:
+                if path == folder:  # which was asked for by name
+                    raise
                 warnings.warn(f"left out: {error}", stacklevel=2)
         for path in sorted(found):
             runs.setdefault(path.resolve(), found[path])

@@ -27,6 +27,7 @@ from prefed.core.losses import (
     tensor_of,
 )
 from prefed.data import FederatedData
+from prefed.data.federated import of_other_shapes
 from prefed.training.keyed_dropout import KeyedDropout, keys
 from prefed.training.pooling import WORTH_IT, FastPooling, as_written, pool_before_relu
 
@@ -306,7 +307,7 @@ class Task:
             self.flat.module.train(training)
 
     def _check_other_shapes(self, data: FederatedData) -> None:
-        for where, samples in data.of_other_shapes():
+        for where, samples in of_other_shapes(data):
             x = samples.take(torch.arange(min(2, len(samples))))[0]
             try:
                 with torch.no_grad():
