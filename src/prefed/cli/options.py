@@ -12,10 +12,20 @@ import typer
 from typer.core import TyperArgument, TyperCommand
 
 Source = Annotated[str, typer.Argument(metavar="CONFIG|PRESET", help="a TOML file or a preset")]
+
+
+def _steps_or_epochs(changes: list[str]) -> list[str]:
+    """One of them in a preset gives way to the other; who says both has to choose."""
+    if {"local_steps", "local_epochs"} <= {change.partition("=")[0].strip() for change in changes}:
+        raise typer.BadParameter("local_steps: cannot stand beside local_epochs; take one of them")
+    return changes
+
+
 Changes = Annotated[
     list[str],
     typer.Option(
         "--set",
+        callback=_steps_or_epochs,
         metavar="KEY=VALUE",
         help="change a key, such as rounds=10, algorithm=fedadam, client_lr=0.1, "
         "data.split.alpha=0.5; may be given more than once",

@@ -253,10 +253,7 @@ def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
     for name in ("algorithm", "model", "data", "loss"):
         if isinstance(table.get(name), str):
             table[name] = {"name": table[name]}
-    changes = [*changes]
     bare = [_change(table, change) for change in changes]
-    if {*INSTEAD} <= {change.partition("=")[0].strip() for change in changes}:
-        raise PrefedError("local_steps: cannot stand beside local_epochs; take one of them")
     algorithm = table.get("algorithm")
     if not isinstance(tuned, dict) or not all(isinstance(t, dict) for t in tuned.values()):
         raise PrefedError("tuned: should hold tables, one for each algorithm")

@@ -165,8 +165,8 @@ def check(source: str) -> int:
         try:
             study.make_config(algorithm, like, point)
         except PrefedError as error:
-            lines_of = str(error).splitlines()
-            errors |= dict.fromkeys(f"{name}, {algorithm}: {line}" for line in lines_of)
+            told = str(error).splitlines()
+            errors |= dict.fromkeys(f"{name}: {line} (in {algorithm})" for line in told)
     if errors:
         raise PrefedError("\n".join(errors))
     return len(options) * len(study.tuning.seeds) + len(lines) * study.seeds

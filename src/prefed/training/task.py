@@ -316,8 +316,8 @@ class Task:
             except Exception as error:
                 shapes = " and ".join(str(tuple(leaf.shape[1:])) for leaf in leaves(x))
                 raise PrefedError(
-                    f"{where}: its samples are of shape {shapes}, which the model does not take, "
-                    f"as it takes those of clients[0]: {error}"
+                    f"{where}: its samples are of shape {shapes}, unlike those of clients[0]; "
+                    f"model, loss: they do not fit the data there: {error}"
                 ) from error
 
     def _check_targets(self, data: FederatedData, output: Tensor, y: Tensor) -> None:

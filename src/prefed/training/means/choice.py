@@ -149,8 +149,12 @@ def _check(key: str, choice: MeanChoice, clients: int, weighting: object) -> Non
 def _refuse_matrices(algorithm: Algorithm, layout: Layout) -> None:
     for name, field in algorithm.client_rule().fields(layout).items():
         if policy(algorithm, name).kind == "average" and field.shape not in ((layout.size,), (1,)):
+            what = (
+                "holds matrices, and one that is put together number by number is none"
+                if "shape" in type(algorithm).model_fields
+                else "does not hold one number for each weight"
+            )
             raise PrefedError(
-                f"state_mean: {name} of {type(algorithm).__name__} does not hold one number for "
-                f"each weight, and a matrix that is put together number by number is none; take "
+                f"state_mean: {name} of {type(algorithm).__name__} {what}; take "
                 f'"geometric", "clipped", "krum" or "multi-krum" for it'
             )
