@@ -38,7 +38,7 @@ def simulate(
     algorithm          such as prefed.PreFed(client_lr=0.01)
     model              any torch.nn.Module
     data               a prefed.FederatedData
-    loss               (output, y) -> a number; a name as "mse", or a table with it; None: by targets
+    loss               (output, y) -> a number; a name, or a table with a name; None: by targets
     callbacks          see prefed.Callback
     out                a directory for checkpoints, the history and the model; None writes nothing
     resume             go on with the run in `out`, to the same bits; without one there, begin
