@@ -4,10 +4,11 @@
    has SAMPLES rows, too few to fill vectors, and all of them stay in registers while the weights pass by once. What does
    not wait for the step before, all times are taken together for: ALL_ROWS.
 
-   A layer has `groups` of `each` outputs: four gates, or one group of scores. TIMES, the length of a sequence, and
-   LARGEST, the most weights of a layer with their zeros, are written before this file; below it are the layers, and `pass`. */
+   A layer has `groups` of `each` outputs: four gates, or one group of scores. Written before this file are TIMES, the
+   length of a sequence, LARGEST, the most weights of a layer with their zeros, and TOGETHER, the vectors of outputs that
+   are summed at a time for the rows of one time step; below it are the layers, and `pass`. */
 
-enum { ALL_ROWS = TIMES * SAMPLES, TOGETHER = 2, CHUNK = 64 };
+enum { ALL_ROWS = TIMES * SAMPLES, CHUNK = 64 }; /* CHUNK: rows of which the gradient of weights is summed at a time */
 
 typedef struct {
     vec weights[LARGEST / LANES], turned[LARGEST / LANES];

@@ -23,7 +23,7 @@ MODELS = (CharLSTM,)
 KINDS = CharLSTM, nn.Embedding, nn.LSTM, nn.Linear
 MOST_LAYERS = 4
 TOGETHER = 2
-"""Vectors of the output that are summed for all samples at a time, as in lstm.c."""
+"""Vectors of the output that are summed for all samples at a time."""
 
 
 def write(
@@ -79,7 +79,7 @@ def write(
             f"lstm_back({layer}, {kept}, d, later, room);",
             f"weights_back(4, {hidden}, {wide}, ALL_ROWS, gates{i}, {taken}, g + {x}, add, room);",
             f"weights_back(4, {hidden}, {hidden}, ALL_ROWS - SAMPLES, "
-            f"gates{i} + SAMPLES * {gates}, (real *)h{i}, g + {h}, add, room);",
+            f"gates{i} + SAMPLES * APART_ROWS(4, {hidden}), (real *)h{i}, g + {h}, add, room);",
             f"bias_back(4, {hidden}, gates{i}, g + {x_bias}, add);",
             f"memcpy(g + {h_bias}, g + {x_bias}, {4 * hidden} * sizeof(real));",
             *back,
@@ -98,7 +98,9 @@ def write(
         f"if (!add) memset(g + {table}, 0, {rows} * {embedding} * sizeof(real));",
         f"symbols_back(count, {embedding}, x, d, g + {table});",
     ]
-    more: dict[str, object] = {"TIMES": times, "LARGEST": largest}
+    more: dict[str, object] = {
+        "TIMES": times, "LARGEST": largest, "TOGETHER": TOGETHER,
+    }  # fmt: skip
     more["SCORE(c, s, l)"] = f"(((l) * SAMPLES + (s)) * {rounded(classes)} + (c))"
     files = "chain.c", "product.c", "lstm.c"
     return Written(
