@@ -18,7 +18,7 @@ from prefed import _api
 from prefed.algorithms import ALGORITHMS, Algorithm
 from prefed.codecs import CODECS
 from prefed.core import losses, schedule
-from prefed.core.option_models import options_model
+from prefed.core.option_models import explained, options_model
 from prefed.core.registry import Registry
 from prefed.data.dataset import DATASETS, GIVEN_TO_SPLITS, SPLITS
 from prefed.experiments.config import Config, Data
@@ -59,9 +59,7 @@ def options_of(model: type[BaseModel], texts: dict[str, str]) -> list[Option]:
         value = field.get_default(call_default_factory=True)
         default = "required" if value is PydanticUndefined else f"`{toml(value)}`"
         default = {"`None`": "not set"}.get(default, default)
-        inherited = (getattr(kind, "model_fields", {}).get(name) for kind in model.__mro__)
-        texts_of_bases = (f.description for f in inherited if f is not None and f.description)
-        text = " ".join((next(texts_of_bases, None) or texts.get(name, "")).split())
+        text = explained(model, name) or " ".join(texts.get(name, "").split())
         found.append(Option(name, kind_of(field.annotation, field.metadata), default, text))
     return found
 

@@ -115,7 +115,9 @@ def test_ls_and_cat(tmp_path: Path) -> None:
     listed = prefed_here("ls", cwd=tmp_path).stdout
     for name in ("digits-noniid", "prefedopt", "mlp", "dirichlet", "sequential"):
         assert name in listed
-    assert "beta1 = 0.9" in prefed_here("cat", "prefed", cwd=tmp_path).stdout
+    about = prefed_here("cat", "prefed", cwd=tmp_path).stdout
+    assert "beta1 = 0.9" in about
+    assert "client_lr = 0.001\n        The step size of the clients" in about, "said by a base"
     assert "clients = (required)" in prefed_here("cat", "iid", cwd=tmp_path).stdout
     assert "[tuned.prefed]" in prefed_here("cat", "digits-iid", cwd=tmp_path).stdout
 

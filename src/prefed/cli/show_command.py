@@ -2,12 +2,16 @@
 
 import inspect
 import sys
+import textwrap
 from typing import Annotated, Any
 
 import typer
 
 from prefed.cli.options import Changes, Source
 from prefed.cli.text import joined, say
+
+INDENT = 8 * " "
+"""Of what an option does, below its name."""
 
 
 def ls() -> None:
@@ -85,8 +89,8 @@ def _kinds() -> dict[Any, tuple[str, ...]]:
 
 
 def _described(thing: Any, given: tuple[str, ...] = ()) -> str:
-    """What a thing says of itself, and its options with their defaults."""
-    from prefed.core.option_models import options_model
+    """What a thing says of itself, and its options with their defaults and what they do."""
+    from prefed.core.option_models import explained, options_model
 
     about = inspect.getdoc(thing) or inspect.getdoc(inspect.getmodule(thing)) or ""
     text = f"{joined(about) if sys.stdout.isatty() else about}\n"
@@ -96,6 +100,8 @@ def _described(thing: Any, given: tuple[str, ...] = ()) -> str:
     for option, field in model.model_fields.items() if model is not None else ():
         default = "(required)" if field.is_required() else repr(field.default)
         text += f"\n    {option} = {default}"
+        if about := explained(model, option):
+            text += "\n" + textwrap.fill(about, 96, initial_indent=INDENT, subsequent_indent=INDENT)
     return text
 
 

@@ -25,3 +25,10 @@ def _model(function: Callable[..., Any], given: tuple[str, ...]) -> type[BaseMod
             fields[name] = (kind, ... if parameter.default is empty else parameter.default)
     config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
     return create_model("Options", __config__=config, **fields)
+
+
+def explained(model: type[BaseModel], name: str) -> str:
+    """What a field says of itself, or of the field of a base that it has another default for."""
+    inherited = (getattr(kind, "model_fields", {}).get(name) for kind in model.__mro__)
+    texts = (field.description for field in inherited if field is not None and field.description)
+    return " ".join(next(texts, "").split())
