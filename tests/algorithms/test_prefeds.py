@@ -66,9 +66,8 @@ def test_gradients_that_are_zero_move_nothing() -> None:
 def test_embeddings_are_no_matrices() -> None:
     rule = prefed.PreFedS(plain=("0.*",)).client_rule()
     fitted = rule.fit(Layout.of(tiny_model().named_parameters()))
-    whole, rest = fitted.places  # type: ignore[attr-defined]
-    assert len(whole) == 1
-    assert len(rest) == 3
+    whole, embeddings, vectors = fitted.places  # type: ignore[attr-defined]
+    assert [len(part) for part in (whole, embeddings, vectors)] == [1, 1, 2]
 
 
 def test_none_in_a_config_is_none() -> None:

@@ -20,11 +20,11 @@ class PreFedS(Algorithm):
         O = orthogonal((1 - beta1)*g + beta1*m)         for each weight matrix (rows, columns)
         u = O / (sqrt(P) + tau)                         scaled to the norm of O
         w = w - lr * sqrt(max(1, rows/columns)) * u
-        w = w - lr * plain_lr * m / (sqrt(P) + tau)     for all that is no matrix
+        w = w - lr * plain_lr * m / (sqrt(P) + tau)     for vectors; for embeddings embedding_lr
 
-    tau is tau_relative times the root mean square of sqrt(P) over the matrix, or over all that is
-    none. Both m and P are corrected for their start at zero. The model that is handed over is the
-    mean of w over rounds (mean_of_rounds).
+    tau is tau_relative times the root mean square of sqrt(P) over the matrix, over the embedding,
+    or over all vectors. Both m and P are corrected for their start at zero. The model that is
+    handed over is the mean of w over rounds (mean_of_rounds).
     Upload 3d; PreFedSLite's is 1.01d.
     """
 
@@ -38,10 +38,12 @@ class PreFedS(Algorithm):
     iterations: NonNegativeInt = 5
     """Of Newton and Schulz; with 0 the momentum is only divided by its norm."""
     plain: tuple[str, ...] = EMBEDDINGS
-    """Patterns of names: parameters that are trained as if they were no matrices; embeddings, by
-    the names that they often have."""
+    """Patterns of names: parameters that are no matrices but embeddings, by the names that they
+    often have."""
     plain_lr: PositiveFloat = 0.1
-    """The step size of what is no matrix, as a share of client_lr."""
+    """The step size of vectors, as a share of client_lr."""
+    embedding_lr: PositiveFloat = 0.3
+    """The step size of embeddings, as a share of client_lr."""
     m_codec: CodecName = "exact"
     """The codec of m on its way to the server."""
     P_codec: CodecName = "exact"
@@ -51,8 +53,8 @@ class PreFedS(Algorithm):
     the last weights."""
 
     def client_rule(self) -> Rule:
-        betas = self.beta1, self.beta2
-        return Spectral(*betas, self.tau_relative, self.iterations, self.plain, self.plain_lr)
+        numbers = self.beta1, self.beta2, self.tau_relative, self.iterations
+        return Spectral(*numbers, self.plain, self.plain_lr, self.embedding_lr)
 
     def sharing(self) -> dict[str, Policy]:
         vectors = {"m": average(codec=self.m_codec), "P": average(codec=self.P_codec)}

@@ -36,16 +36,18 @@ class Spectral(Fitted):
         u = O / (sqrt(P) + tau_relative*r)              scaled to the norm of O
         w = w - lr * sqrt(max(1, rows/columns)) * u
 
-    and for all that is no matrix w = w - lr * plain_lr * m / (sqrt(P) + tau_relative*r), r over all
-    of it (or m / 0.001, while P is zero everywhere there). Convolutions are matrices
-    (out, in * kernel).
+    For an embedding, whose rows are vectors of their own that are not seen equally often,
+    w = w - lr * embedding_lr * m / (sqrt(P) + tau_relative*r), r over that table; and for vectors
+    w = w - lr * plain_lr * m / (sqrt(P) + tau_relative*r), r over all of them. (While P is zero
+    everywhere there, m / 0.001.) Convolutions are matrices (out, in * kernel).
 
     beta1          the decay of m, the moving average of the gradient
     beta2          the decay of P, the moving average of the squared distance from m
     tau_relative   added to sqrt(P), as a share of its root mean square; large values make it Muon
     iterations     of Newton and Schulz
-    plain          patterns of names: parameters that are trained as if they were no matrices
-    plain_lr       the step size of what is no matrix, as a share of that of the matrices
+    plain          patterns of names: parameters that are embeddings, and no matrices
+    plain_lr       the step size of vectors, as a share of that of the matrices
+    embedding_lr   the step size of embeddings, as a share of that of the matrices
     """
 
     elementwise: ClassVar[bool] = False
@@ -56,6 +58,7 @@ class Spectral(Fitted):
     iterations: NonNegativeInt = 5
     plain: tuple[str, ...] = EMBEDDINGS
     plain_lr: PositiveFloat = 0.1
+    embedding_lr: PositiveFloat = 0.3
 
     def fields(self, layout: Layout) -> dict[str, Field]:
         vector, mass = (layout.size,), Field((1,), nonnegative=True)
@@ -63,13 +66,20 @@ class Spectral(Fitted):
         return {"m": Field(vector), "P": P, "m_mass": mass, "P_mass": mass}
 
     @cached_property
-    def places(self) -> tuple[list[Entry], list[Entry]]:
-        """The matrices, and the rest."""
+    def places(self) -> tuple[list[Entry], list[slice], list[slice]]:
+        """The matrices, the embeddings, and the vectors."""
         assert self.layout is not None
-        found: tuple[list[Entry], list[Entry]] = [], []
-        for entry in (entry for entry in self.layout.entries if math.prod(entry.shape)):
-            named = any(fnmatchcase(entry.name, pattern) for pattern in self.plain)
-            found[len(entry.shape) < 2 or named].append(entry)
+        found: tuple[list[Entry], list[slice], list[slice]] = [], [], []
+        matrices, embeddings, vectors = found
+        for entry in self.layout.entries:
+            size = math.prod(entry.shape)
+            place = slice(entry.offset, entry.offset + size)
+            if len(entry.shape) < 2:
+                vectors.append(place)
+            elif any(fnmatchcase(entry.name, pattern) for pattern in self.plain):
+                embeddings.append(place)
+            elif size:
+                matrices.append(entry)
         return found
 
     def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
@@ -82,7 +92,7 @@ class Spectral(Fitted):
         root = (P / grow_mass(state["P_mass"], self.beta2)).sqrt_()
         m = m / grow_mass(state["m_mass"], self.beta1)
         ahead = g.lerp(state["m"], self.beta1)
-        whole, rest = self.places
+        whole, embeddings, vectors = self.places
         for entry in whole:
             turned = orthogonal(matrices(ahead, entry), self.iterations)
             u = turned / self.damped(matrices(root, entry))[1]
@@ -90,14 +100,18 @@ class Spectral(Fitted):
             target, (rows, columns) = entry.view(w), u.shape[-2:]
             scale = math.sqrt(max(1.0, rows / columns))
             target.sub_(u.reshape(target.shape), alpha=lr * scale)
-        if rest:
-            parts = [slice(entry.offset, entry.offset + math.prod(entry.shape)) for entry in rest]
-            r, damped = self.damped(torch.cat([root[:, part] for part in parts], 1).unsqueeze(1))
-            divisor = torch.where(r > 0, r * damped, TAU).squeeze(1)
-            u = torch.cat([m[:, part] for part in parts], 1) / divisor
-            sizes = [part.stop - part.start for part in parts]
-            for part, own in zip(parts, u.split(sizes, 1), strict=True):
-                w[:, part].sub_(own, alpha=lr * self.plain_lr)
+        for place in embeddings:
+            self.divided(w, m, root, [place], lr * self.embedding_lr)
+        if vectors:
+            self.divided(w, m, root, vectors, lr * self.plain_lr)
+
+    def divided(self, w: Tensor, m: Tensor, root: Tensor, places: list[slice], lr: float) -> None:
+        """w -= lr * m / (sqrt(P) + tau_relative*r) there, r over all of these places."""
+        r, damped = self.damped(torch.cat([root[:, p] for p in places], 1).unsqueeze(1))
+        divisor = torch.where(r > 0, r * damped, TAU).squeeze(1)
+        sizes = [place.stop - place.start for place in places]
+        for place, own in zip(places, divisor.split(sizes, 1), strict=True):
+            w[:, place].sub_(m[:, place] / own, alpha=lr)
 
     def damped(self, root: Tensor) -> tuple[Tensor, Tensor]:
         """r, and sqrt(P)/r + tau_relative, for each of (C, rows, columns)."""

@@ -147,7 +147,15 @@ class PreFedS(Algorithm):
 
     def start(self) -> None:
         """Start at m = 0 and P = 0, with no mass behind either."""
-        self.layers = [*layers(self.options["tensors"])]
+        found = [*layers(self.options["tensors"])]
+        self.vectors = np.concatenate([np.r_[e.slice] for e in found if not e.is_matrix])
+        named = [
+            any(f"{n // 2 * 2}." in p for p in self.options["plain"]) for n in range(len(found))
+        ]
+        self.tables = [
+            e for e, is_named in zip(found, named, strict=True) if e.is_matrix and is_named
+        ]
+        self.layers = [e for e in found if e.is_matrix and e not in self.tables]
         self.shared |= {"m": np.zeros(self.d), "P": np.zeros(self.d), "m_mass": 0.0, "P_mass": 0.0}
 
     def divided(self, u: Array, p: Array) -> Array:
@@ -170,14 +178,16 @@ class PreFedS(Algorithm):
             s["P_mass"] = b2 * s["P_mass"] + (1 - b2)
             m, p = s["m"] / s["m_mass"], s["P"] / s["P_mass"]
             after, ahead = self.decayed(t, w_i), (1 - b1) * g + b1 * s["m"]
-            plain = np.concatenate([np.r_[e.slice] for e in self.layers if not e.is_matrix])
-            after[plain] -= lr * o["plain_lr"] * self.divided(m[plain], p[plain])
+            v = self.vectors
+            after[v] -= lr * o["plain_lr"] * self.divided(m[v], p[v])
+            for e in self.tables:
+                u = self.divided(m[e.slice], p[e.slice])
+                after[e.slice] -= lr * o["embedding_lr"] * u
             for e in self.layers:
-                if e.is_matrix:
-                    whole = newton_schulz(ahead[e.slice].reshape(e.shape), o["iterations"]).ravel()
-                    u = self.divided(whole, p[e.slice])
-                    u *= np.linalg.norm(whole) / (np.linalg.norm(u) + 1e-30)
-                    after[e.slice] -= lr * np.sqrt(max(1.0, e.shape[0] / e.shape[1])) * u
+                whole = newton_schulz(ahead[e.slice].reshape(e.shape), o["iterations"]).ravel()
+                u = self.divided(whole, p[e.slice])
+                u *= np.linalg.norm(whole) / (np.linalg.norm(u) + 1e-30)
+                after[e.slice] -= lr * np.sqrt(max(1.0, e.shape[0] / e.shape[1])) * u
             w_i = self.aligned(t, i, w_i, after)
         return w_i, s, loss_i
 
@@ -387,8 +397,8 @@ DEFAULTS |= {
     },
     "prefeds": {
         "beta1": 0.95, "beta2": 0.999, "tau_relative": 0.3, "iterations": 5, "plain_lr": 0.1,
-        "tensors": None, "upload": "exact", "m_codec": "exact", "P_codec": "exact",
-        "mean_of_rounds": 4.0,
+        "plain": (), "embedding_lr": 0.3, "tensors": None,
+        "upload": "exact", "m_codec": "exact", "P_codec": "exact", "mean_of_rounds": 4.0,
     },
     "fedmuon": {
         "momentum": "control", "beta": 0.95, "iterations": 5, "adam_lr": 0.1, "tensors": None,
