@@ -70,6 +70,33 @@ def test_embeddings_are_no_matrices() -> None:
     assert [len(part) for part in (whole, embeddings, vectors)] == [1, 1, 2]
 
 
+def test_a_gradient_that_explodes_is_soon_forgotten() -> None:
+    """One of a hundred thousand times the length, on one client: after it m points elsewhere for as
+    long as it is remembered, unless it is clipped."""
+    model = nn.Linear(SIZES[0], SIZES[2]).double()
+    rule = prefed.PreFedS().client_rule().fit(Layout.of(model.named_parameters()))
+    freely = prefed.PreFedS(clip_relative=None).client_rule().fit(rule.layout)  # type: ignore[attr-defined]
+    generator = torch.Generator().manual_seed(0)
+    usual = torch.randn(
+        30, sum(p.numel() for p in model.parameters()), generator=generator
+    ).double()
+    usual[:, 0] += 3.0
+    spoilt = usual.clone()
+    spoilt[10] *= -1e5
+    ends = []
+    for own, gradients in ((rule, usual), (rule, spoilt), (freely, spoilt)):
+        w = torch.zeros(usual.shape[1]).double()
+        state = {n: f.new(w) for n, f in own.fields(own.layout).items()}  # type: ignore[attr-defined]
+        for k, g in enumerate(gradients):
+            own.step(w, g.clone(), state, 0.01, k)
+        ends.append(state["m"])
+    whole, clipped, free = ends
+    assert torch.cosine_similarity(clipped, whole, dim=0) > 0
+    assert torch.cosine_similarity(free, whole, dim=0) < 0
+    assert clipped.norm() < 10 * whole.norm()
+    assert free.norm() > 1000 * whole.norm()
+
+
 def test_none_in_a_config_is_none() -> None:
     """Whatever the algorithm does by default."""
     for kind in (prefed.PreFedS, prefed.FedMuon):

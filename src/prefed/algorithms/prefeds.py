@@ -44,6 +44,9 @@ class PreFedS(Algorithm):
     """The step size of vectors, as a share of client_lr."""
     embedding_lr: PositiveFloat = 0.3
     """The step size of embeddings, as a share of client_lr."""
+    clip_relative: PositiveFloat | None = 10.0
+    """A gradient that is more than this many times as long as m and P lead to expect is scaled down
+    to that: both would remember one that explodes for long. None for any length."""
     m_codec: CodecName = "exact"
     """The codec of m on its way to the server."""
     P_codec: CodecName = "exact"
@@ -54,7 +57,8 @@ class PreFedS(Algorithm):
 
     def client_rule(self) -> Rule:
         numbers = self.beta1, self.beta2, self.tau_relative, self.iterations
-        return Spectral(*numbers, self.plain, self.plain_lr, self.embedding_lr)
+        others = self.plain, self.plain_lr, self.embedding_lr, self.clip_relative
+        return Spectral(*numbers, *others)
 
     def sharing(self) -> dict[str, Policy]:
         vectors = {"m": average(codec=self.m_codec), "P": average(codec=self.P_codec)}

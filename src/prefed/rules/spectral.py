@@ -41,6 +41,9 @@ class Spectral(Fitted):
     w = w - lr * plain_lr * m / (sqrt(P) + tau_relative*r), r over all of them. (While P is zero
     everywhere there, m / 0.001.) Convolutions are matrices (out, in * kernel).
 
+    Before all this, a gradient that explodes is scaled down: it is never longer than clip_relative
+    times what m and P lead to expect, the root of the sum of m^2 + P over all weights.
+
     beta1          the decay of m, the moving average of the gradient
     beta2          the decay of P, the moving average of the squared distance from m
     tau_relative   added to sqrt(P), as a share of its root mean square; large values make it Muon
@@ -48,6 +51,7 @@ class Spectral(Fitted):
     plain          patterns of names: parameters that are embeddings, and no matrices
     plain_lr       the step size of vectors, as a share of that of the matrices
     embedding_lr   the step size of embeddings, as a share of that of the matrices
+    clip_relative  how many times as long as expected a gradient may be; None for any length
     """
 
     elementwise: ClassVar[bool] = False
@@ -59,6 +63,7 @@ class Spectral(Fitted):
     plain: tuple[str, ...] = EMBEDDINGS
     plain_lr: PositiveFloat = 0.1
     embedding_lr: PositiveFloat = 0.3
+    clip_relative: PositiveFloat | None = 10.0
 
     def fields(self, layout: Layout) -> dict[str, Field]:
         vector, mass = (layout.size,), Field((1,), nonnegative=True)
@@ -87,6 +92,8 @@ class Spectral(Fitted):
             state = {name: value.unsqueeze(0) for name, value in state.items()}
             w, g = w.unsqueeze(0), g.unsqueeze(0)
         m, P = state["m"], state["P"]
+        if self.clip_relative is not None:
+            g = g * self.shortening(g, state)
         m.lerp_(g, 1 - self.beta1)
         accumulate(P, g - m, self.beta2, "ema")
         root = (P / grow_mass(state["P_mass"], self.beta2)).sqrt_()
@@ -104,6 +111,15 @@ class Spectral(Fitted):
             self.divided(w, m, root, [place], lr * self.embedding_lr)
         if vectors:
             self.divided(w, m, root, vectors, lr * self.plain_lr)
+
+    def shortening(self, g: Tensor, state: State) -> Tensor:
+        """What each gradient is multiplied by (C, 1): 1, unless it explodes. The first of all may
+        have any length."""
+        assert self.clip_relative is not None
+        m, P = state["m"] / state["m_mass"], state["P"].sum(-1, keepdim=True) / state["P_mass"]
+        expected = (P + m.square().sum(-1, keepdim=True)).sqrt_()
+        share = self.clip_relative * expected / torch.linalg.vector_norm(g, dim=-1, keepdim=True)
+        return torch.where(expected > 0, share.clamp_(max=1), 1.0)
 
     def divided(self, w: Tensor, m: Tensor, root: Tensor, places: list[slice], lr: float) -> None:
         """w -= lr * m / (sqrt(P) + tau_relative*r) there, r over all of these places."""

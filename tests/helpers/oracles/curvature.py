@@ -172,6 +172,10 @@ class PreFedS(Algorithm):
         for x, y in self.task.local_data(t, i):
             loss, g = self.task.gradient(w_i, x, y)
             loss_i += loss / self.task.count(t, i)
+            if o["clip_relative"] and s["m_mass"] > 0:
+                expected = np.sum((s["m"] / s["m_mass"]) ** 2) + np.sum(s["P"]) / s["P_mass"]
+                most = o["clip_relative"] * np.sqrt(expected)
+                g = g * min(1.0, most / np.linalg.norm(g)) if most > 0 else g
             s["m"] = b1 * s["m"] + (1 - b1) * g
             s["P"] = b2 * s["P"] + (1 - b2) * (g - s["m"]) ** 2
             s["m_mass"] = b1 * s["m_mass"] + (1 - b1)
@@ -397,7 +401,7 @@ DEFAULTS |= {
     },
     "prefeds": {
         "beta1": 0.95, "beta2": 0.999, "tau_relative": 0.3, "iterations": 5, "plain_lr": 0.1,
-        "plain": (), "embedding_lr": 0.3, "tensors": None,
+        "plain": (), "embedding_lr": 0.3, "clip_relative": 10.0, "tensors": None,
         "upload": "exact", "m_codec": "exact", "P_codec": "exact", "mean_of_rounds": 4.0,
     },
     "fedmuon": {
