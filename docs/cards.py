@@ -19,7 +19,7 @@ from prefed.experiments.measures import duration
 from prefed.experiments.printed_tables import TableRuns, read
 from prefed.experiments.stored_runs import StoredRun, load_archive
 from prefed.rules import SGD, Rule
-from prefed.training.round import traffic
+from prefed.training.traffic import traffic
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

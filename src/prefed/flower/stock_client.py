@@ -34,17 +34,11 @@ from prefed.flower.wire import pack, unpack
 from prefed.optim import Covariance
 from prefed.rules import Field, State
 from prefed.training.admission import Spec, broadcast
+from prefed.training.block import Block
+from prefed.training.block_state import first_kept
 from prefed.training.checks import check_parts
-from prefed.training.round import (
-    BUFFERS,
-    PERSONAL,
-    STEPS,
-    Block,
-    Server,
-    first_kept,
-    local_update,
-    policy,
-)
+from prefed.training.round import local_update
+from prefed.training.server_state import BUFFERS, PERSONAL, STEPS, Server, policy
 from prefed.training.task import Loss
 
 Batch = tuple[Inputs, Tensor]

@@ -51,7 +51,8 @@ from prefed.training.mechanism import Mechanism
 from prefed.training.messages import depends_on_steps, mean_steps, to_mean
 from prefed.training.privacy_setting import Privacy
 from prefed.training.private_runs import check_private
-from prefed.training.round import LOCAL_STEPS, Server, server_update
+from prefed.training.round import server_update
+from prefed.training.server_state import LOCAL_STEPS, Server
 
 FAR = 100
 """Times the median: a number of local steps beyond it is not believed."""

@@ -16,7 +16,8 @@ from prefed.rules import Rule
 from prefed.rules.grouped import check_groups
 from prefed.rules.halved import check_halved
 from prefed.rules.rule import BLOCK, OTHER
-from prefed.training.round import policy, shared_fields
+from prefed.training.block_state import shared_fields
+from prefed.training.server_state import policy
 from prefed.training.settings import Settings
 from prefed.training.task import Task
 

@@ -21,10 +21,12 @@ from prefed.core.errors import PrefedError
 from prefed.core.losses import WITH_CLASSES, are_labels, count_correct, ignored_label, is_one_of
 from prefed.core.parts import timed
 from prefed.data.samples import Samples
+from prefed.training.block_state import client_state, kept_by
 from prefed.training.engines.auto import Choice
 from prefed.training.engines.engine import Engine
 from prefed.training.engines.workers import Workers
-from prefed.training.round import BUFFERS, PERSONAL, Server, Update, client_state, kept_by
+from prefed.training.round import Update
+from prefed.training.server_state import BUFFERS, PERSONAL, Server
 from prefed.training.task import Task
 from prefed.training.trainer import Record
 

@@ -7,7 +7,7 @@ from prefed.core.errors import PrefedError, did_you_mean
 from prefed.training.mechanism import Mechanism
 from prefed.training.messages import averaged, depends_on_steps
 from prefed.training.privacy_setting import Privacy
-from prefed.training.round import LOCAL_STEPS, Server, policy
+from prefed.training.server_state import LOCAL_STEPS, Server, policy
 from prefed.training.settings import Settings
 
 

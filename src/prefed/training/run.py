@@ -21,6 +21,7 @@ from prefed.core.schedule import at
 from prefed.data import FederatedData
 from prefed.training import stragglers
 from prefed.training.attackers import Attackers
+from prefed.training.block_state import client_state
 from prefed.training.checks import (
     check_in_place,
     check_parts,
@@ -43,15 +44,11 @@ from prefed.training.private_runs import make_mechanism
 from prefed.training.ranks import make_trainer
 from prefed.training.records import compact
 from prefed.training.result import Result
-from prefed.training.round import (
-    STEPS,
-    Server,
-    client_state,
-    server_update,
-    traffic,
-)
+from prefed.training.round import server_update
+from prefed.training.server_state import STEPS, Server
 from prefed.training.settings import Settings
 from prefed.training.task import Loss, Task, choose_device
+from prefed.training.traffic import traffic
 from prefed.training.trainer import Arrived, Record, Trainer, check_fits
 from prefed.training.training_objective import TrainingObjective
 

@@ -28,7 +28,7 @@ from prefed.training.engines.native import Native
 from prefed.training.engines.native_writing import NotNative
 from prefed.training.engines.vectorised import Vectorised
 from prefed.training.engines.workers import Workers
-from prefed.training.round import Kept, Server
+from prefed.training.server_state import Kept, Server
 from prefed.training.settings import Settings
 from prefed.training.task import Task
 
