@@ -99,18 +99,18 @@ PROTECTIONS = [
     ),
     protection(
         "the quorum", "clients.dropped",
-        ("training/run.py", "if len(answers) >= settings.quorum:", "if answers:"),
+        ("training/run.py", "if len(cohort.answers) >= settings.quorum:", "if cohort.answers:"),
         ("training/run.py", "if arrived is not None and arrived.clients >= settings.quorum:",
          "if arrived is not None:"),
     ),
     protection(
         "updates that are not finite stop the run", "divergence.stop",
-        ("training/run.py", "            if not arrived.is_finite:\n", "            if False:\n"),
-        ("training/run.py", "            if not self.is_whole:\n", "            if False:\n"),
+        ("training/run.py", "        if not arrived.is_finite:\n", "        if False:\n"),
+        ("training/run.py", 'return "" if self.is_whole else', 'return "" if True else'),
     ),
     protection(
         "a step of the server's that overflows stops the run", "divergence.stop",
-        ("training/run.py", "            if not self.is_whole:\n", "            if False:\n"),
+        ("training/run.py", 'return "" if self.is_whole else', 'return "" if True else'),
     ),
     protection(
         "the state before the blow-up is saved", "divergence.stop",
@@ -195,8 +195,8 @@ PROTECTIONS = [
     ),
     protection(
         "nothing is kept from round to round", "load.rounds",
-        ("training/run.py", "        answers = draws",
-         '        self.__dict__.setdefault("leak", []).append(self.server.weights.clone())\n'
+        ("training/cohort.py", "        answers = draws",
+         '        run.__dict__.setdefault("leak", []).append(run.server.weights.clone())\n'
          "        answers = draws"),
     ),
     protection(
