@@ -5,13 +5,10 @@ a client rule of their own send what clients share in a second record beside the
 `prefed.flower.local_train` reads and answers in the user's ClientApp.
 """
 
-import inspect
 import json
 import math
-import statistics
-import textwrap
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import KW_ONLY, InitVar, dataclass
 from logging import INFO, WARNING
 from typing import Any, Literal, cast
@@ -34,9 +31,10 @@ from prefed.algorithms import ALGORITHMS, Algorithm
 from prefed.core import draws
 from prefed.core.errors import PrefedError, RunFailed
 from prefed.flower import protocol as p
+from prefed.flower import strategy_log
 from prefed.flower.app_fit import Unfit, check_fit
 from prefed.flower.arrivals import Arrivals
-from prefed.flower.client_metrics import mean_metrics, said_steps, whole
+from prefed.flower.client_metrics import MetricsOf, believed_steps, reduced, said_steps, whole
 from prefed.flower.kept_state import NEVER
 from prefed.flower.nodes import Nodes, partition_id
 from prefed.flower.privacy import CentralDP
@@ -44,7 +42,7 @@ from prefed.flower.replies import AsTheyCome, exchange
 from prefed.flower.statedict import StateDict
 from prefed.flower.strategy_checks import check
 from prefed.flower.wire import pack, unpack
-from prefed.rules import SGD, State
+from prefed.rules import State
 from prefed.training.admission import LARGEST_COUNT, Admission, Refused, UntrustedUpdate, expected
 from prefed.training.checks import check_sharing
 from prefed.training.mechanism import Mechanism
@@ -54,11 +52,7 @@ from prefed.training.private_runs import check_private
 from prefed.training.round import server_update
 from prefed.training.server_state import LOCAL_STEPS, Server
 
-FAR = 100
-"""Times the median: a number of local steps beyond it is not believed."""
-
 RecordType = ArrayRecord | MetricRecord | ConfigRecord
-MetricsOf = Callable[[list[RecordDict], str], MetricRecord]
 
 
 @dataclass(eq=False, repr=False)
@@ -139,22 +133,7 @@ class Strategy(FlowerStrategy):
         """What the clients of this round are sent."""
 
     def summary(self) -> None:
-        log(INFO, "\t├──> %s settings:", type(self.algorithm).__name__)
-        options = ", ".join(f"{key}={value!r}" for key, value in self.algorithm)
-        for line in textwrap.wrap(options, 52, break_long_words=False):
-            log(INFO, "\t│\t%s", line)
-        log(INFO, "\t├──> Sampling:")
-        log(INFO, "\t│\t├──Fraction: train (%.2f) | evaluate ( %.2f)",
-            self.fraction_train, self.fraction_evaluate)  # fmt: skip
-        log(INFO, "\t│\t├──Minimum nodes: train (%d) | evaluate (%d)",
-            self.min_train_nodes, self.min_evaluate_nodes)  # fmt: skip
-        log(INFO, "\t│\t├──Minimum available nodes: %d", self.min_available_nodes)
-        log(INFO, "\t│\t└──Usable updates needed: %.2f of a cohort, asked again %d times",
-            self.min_fraction, self.retries)  # fmt: skip
-        log(INFO, "\t└──> Keys in records:")
-        log(INFO, "\t\t├── Weighted by: '%s'", self.weighted_by_key)
-        log(INFO, "\t\t├── ArrayRecord key: '%s'", self.arrayrecord_key)
-        log(INFO, "\t\t└── ConfigRecord key: '%s'", self.configrecord_key)
+        strategy_log.summary(self)
 
     # Training
 
@@ -257,7 +236,7 @@ class Strategy(FlowerStrategy):
             else:
                 self._take(arrivals, client, reply.content)
         admitted, asked = len(arrivals.admission.admitted), len(arrivals.position)
-        _log_received("train", admitted, len(arrivals.refused))
+        strategy_log.received("train", admitted, len(arrivals.refused))
         if not self._enough():
             return None, None
         mean, _ = arrivals.mean.result()
@@ -270,13 +249,16 @@ class Strategy(FlowerStrategy):
             mean.pop("buffers", None)  # statistics of the clients stay with them
         population = max(len(self.members.nodes), asked)
         contents = [self._metrics[c] for c in arrivals.position if c in self._metrics]
-        steps = self._steps(mean_steps(mean), contents)
-        self._warn_of_own_training(contents)
+        steps = mean_steps(mean)
+        if self._needs_steps:
+            steps = believed_steps(steps, contents, self.local_steps)
+        if server.round == 0 and not server.shared:  # where they share, such a reply is refused
+            strategy_log.own_training(self.algorithm, contents)
         took_part = asked if self.mechanism is not None else admitted
         server_update(self.algorithm, server, mean, steps, took_part / population)
         self.after |= dict.fromkeys(arrivals.admission.admitted, server_round - 1)
         self._arrays = shape.write(*server.model(), counters=server.buffers)
-        return self._arrays, self._reduce(self.train_metrics_aggr_fn or mean_metrics, contents)
+        return self._arrays, reduced(self.train_metrics_aggr_fn, contents, self.weighted_by_key)
 
     def _take(self, arrivals: Arrivals, client: int, content: RecordDict) -> None:
         assert self.server is not None
@@ -321,55 +303,11 @@ class Strategy(FlowerStrategy):
         assert self.server is not None
         return self.algorithm, self.server.shared, self._learns_steps
 
-    def _steps(self, mean: float, contents: list[RecordDict]) -> float:
-        """The mean number of local steps, without what is far above the median: no single client
-        can move it far."""
-        said = [n for content in contents if (n := said_steps(content)) is not None]
-        if not self._needs_steps or not said:
-            return mean
-        if self.local_steps is not None:
-            if any(n != self.local_steps for n in said):
-                log(WARNING, "local_steps is %d, and clients say that they took %d to %d",
-                    self.local_steps, min(said), max(said))  # fmt: skip
-            return mean
-        most = FAR * statistics.median_low(said)
-        if max(said) <= most:
-            return mean
-        log(WARNING, "a client says that it took %d local steps, and others about %d: it is not "
-            "counted", max(said), most // FAR)  # fmt: skip
-        return statistics.fmean(n for n in said if n <= most)
-
-    def _warn_of_own_training(self, contents: list[RecordDict]) -> None:
-        """In the first round, of a rule on the clients that is not followed and not missed."""
-        assert self.server is not None
-        plain = self.algorithm.client_rule() == SGD()
-        if self.server.round == 0 and not plain and not self.server.shared:
-            own = sum(p.TRAINED not in content["metrics"] for content in contents)
-            if own:
-                log(WARNING, "%d of %d clients train in their own way: %s has a rule for clients, "
-                    "which prefed.flower.local_train in the ClientApp follows",
-                    own, len(contents), type(self.algorithm).__name__)  # fmt: skip
-
     def _load(self, arrays: ArrayRecord, is_first: bool = False) -> None:
         """Take the model from the arrays of this round: the first, or what a wrapper made of
         ours."""
-        if self.shape is None:
-            self.shape = StateDict(arrays, self.buffers, self.algorithm.personal)
-        if self.server is None:
-            weights, buffers = self.shape.read(arrays)
-            check_sharing(self.algorithm, self.shape.layout)
-            self.server = Server.start(self.algorithm, self.shape.layout, weights, buffers)
-            self._needs_steps = depends_on_steps(self.algorithm, self.server)
-            if self.privacy is not None and self._learns_steps:
-                raise PrefedError(
-                    f"local_steps: {type(self.algorithm).__name__} divides by it, and what clients "
-                    f"say of it has no privacy; give local_steps= to the strategy"
-                )
-            if isinstance(self.privacy, Privacy):
-                check_private(self.algorithm, self.server, self.privacy, self.local_steps)
-                run = 1, 1, 1, self.local_steps, self.seed
-                self.mechanism = Mechanism(self.privacy, self.algorithm, *run, secret=True)
-                self.mechanism.prepare()
+        if self.server is None or self.shape is None:
+            self._begin(arrays)
         elif arrays is not self._arrays:
             if self.server.over_rounds and not is_first:
                 raise PrefedError(
@@ -382,26 +320,29 @@ class Strategy(FlowerStrategy):
             if self.server.over_rounds:  # another start
                 self.server.over_rounds["rounds"].zero_()
 
+    def _begin(self, arrays: ArrayRecord) -> None:
+        """Make the global state from the first arrays, and see whether it can be private."""
+        algorithm = self.algorithm
+        self.shape = StateDict(arrays, self.buffers, algorithm.personal)
+        weights, buffers = self.shape.read(arrays)
+        check_sharing(algorithm, self.shape.layout)
+        self.server = Server.start(algorithm, self.shape.layout, weights, buffers)
+        self._needs_steps = depends_on_steps(algorithm, self.server)
+        if self.privacy is not None and self._learns_steps:
+            raise PrefedError(
+                f"local_steps: {type(algorithm).__name__} divides by it, and what clients "
+                f"say of it has no privacy; give local_steps= to the strategy"
+            )
+        if isinstance(self.privacy, Privacy):
+            check_private(algorithm, self.server, self.privacy, self.local_steps)
+            run = 1, 1, 1, self.local_steps, self.seed
+            self.mechanism = Mechanism(self.privacy, algorithm, *run, secret=True)
+            self.mechanism.prepare()
+
     def _draw(self, grid: Grid, round: int, purpose: str, fraction: float, least: int) -> list[int]:
         """Clients drawn from those that are there, by (seed, round)."""
         least = max(least, 1)
-        needed = max(least, self.min_available_nodes)
-        told = -1
-
-        def enough() -> bool:
-            nonlocal told
-            there = len(self.members.nodes)
-            if there < needed and there != told:
-                log(INFO, "Waiting for nodes to connect: %d connected (minimum required: %d).",
-                    there, needed)  # fmt: skip
-                told = there
-            return there >= needed
-
-        if not self.members.wait(grid, enough, self.join_seconds):
-            raise RunFailed(
-                f"{len(self.members.nodes)} nodes are there after {self.join_seconds:g} s, "
-                f"{needed} are needed"
-            )
+        self.members.gather(grid, max(least, self.min_available_nodes), self.join_seconds)
         clients = sorted(self.members.nodes)
         size = min(max(int(len(clients) * fraction), least), len(clients))
         log(INFO, "configure_%s: Sampled %d nodes (out of %d)", purpose, size, len(clients))
@@ -446,17 +387,8 @@ class Strategy(FlowerStrategy):
                 log(WARNING, "evaluation on node %d is not used: it should be one record of "
                     "metrics with %r in it", node, self.weighted_by_key)  # fmt: skip
         if asked:
-            _log_received("evaluate", len(contents), asked - len(contents))
-        return self._reduce(self.evaluate_metrics_aggr_fn or mean_metrics, contents)
-
-    def _reduce(self, reduce: MetricsOf, contents: list[RecordDict]) -> MetricRecord | None:
-        if not contents:
-            return None
-        try:
-            return reduce(contents, self.weighted_by_key)
-        except Exception as error:  # metrics are what clients made of them; a run goes on without
-            log(WARNING, "the metrics could not be reduced: %s", error)
-            return None
+            strategy_log.received("evaluate", len(contents), asked - len(contents))
+        return reduced(self.evaluate_metrics_aggr_fn, contents, self.weighted_by_key)
 
     # The run
 
@@ -526,28 +458,6 @@ class Strategy(FlowerStrategy):
         return admitted >= max(1, math.ceil(self.min_fraction * asked))
 
 
-def _log_received(stage: str, results: int, failures: int) -> None:
-    log(INFO, "aggregate_%s: Received %d results and %d failures", stage, results, failures)
-
-
 def tell(algorithm: Algorithm) -> str:
     name = ALGORITHMS.name_of(type(algorithm))
     return json.dumps({"name": name, **algorithm.model_dump(mode="json")})
-
-
-def make_strategy(kind: type[Algorithm]) -> Callable[..., Strategy]:
-    """The constructor of a strategy: options of the algorithm and of the strategy in one."""
-    named = cast(type[Strategy], type(kind.__name__, (Strategy,), {}))  # Flower logs the name
-
-    def make(**options: Any) -> Strategy:
-        known = {*kind.model_fields, *kind.contrib_options}
-        ours = {k: v for k, v in options.items() if k in known}
-        theirs = {k: v for k, v in options.items() if k not in known}
-        for name in theirs:
-            if name not in inspect.signature(Strategy).parameters:
-                kind(**{name: theirs[name]})  # raises, with the nearest name
-        return named(kind(**ours), **theirs)
-
-    make.__name__ = make.__qualname__ = kind.__name__
-    make.__doc__ = f"{kind.__doc__}\n\n{Strategy.__doc__}"
-    return make
