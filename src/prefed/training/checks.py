@@ -22,6 +22,7 @@ from prefed.training.other_gradients import check_other
 from prefed.training.server_state import policy
 from prefed.training.settings import Settings
 from prefed.training.task import Task
+from prefed.training.task_trial import try_out
 
 TRIED = 100
 """Steps that a rule may leave the weights as they are."""
@@ -60,7 +61,7 @@ def check_task(algorithm: Algorithm, task: Task, data: FederatedData, settings: 
     """Try the algorithm, the model and the data on each other."""
     flat = task.flat
     with torch_threads(1):
-        task.check(data)
+        try_out(task, data)
         check_single_samples(task, settings, data)
         check_sharing(algorithm, flat.shared)
         check_parts(algorithm, flat)
