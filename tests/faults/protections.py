@@ -140,7 +140,7 @@ PROTECTIONS = [
     ),
     protection(
         "TOML without end is refused", "fuzz.config_bytes",
-        ("experiments/config.py", "    except (ValueError, RecursionError) as error:  # also",
+        ("experiments/toml_files.py", "    except (ValueError, RecursionError) as error:  # also",
          "    except tomllib.TOMLDecodeError as error:  # also"),
     ),
     protection(

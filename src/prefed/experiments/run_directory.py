@@ -35,7 +35,8 @@ from prefed.core.machine import processor, total_memory
 from prefed.core.parts import timed
 from prefed.core.safe_files import lock, remove_leftovers, to_json, write_whole
 from prefed.experiments import checkpoints
-from prefed.experiments.config import Config, read_toml
+from prefed.experiments.config import Config
+from prefed.experiments.toml_files import read_toml
 from prefed.training import ledger
 from prefed.training.observers import Callback
 from prefed.training.ranks import make_trainer, speaks

@@ -42,14 +42,16 @@ from prefed.algorithms import ALGORITHMS
 from prefed.core.deprecated import with_new_names
 from prefed.core.errors import PrefedError, RunFailed, did_you_mean
 from prefed.core.safe_files import lock, read_whole, write_whole
-from prefed.experiments.config import Config, assign, load, read_plan
-from prefed.experiments.config import read as read_config
+from prefed.experiments.changes import assign
+from prefed.experiments.config import Config, load
 from prefed.experiments.jobs import Job, Many, run_jobs
 from prefed.experiments.measures import ACCURACY, LAST, first_scored, measure, merit
 from prefed.experiments.plans import OnEvent, Planned, run_all
 from prefed.experiments.run_directory import differing
 from prefed.experiments.stored_runs import StoredRun, load_archive, write_archive
 from prefed.experiments.sweep import on_edge
+from prefed.experiments.toml_files import read as read_config
+from prefed.experiments.toml_files import read_plan
 from prefed.experiments.trackers import Tracking
 
 Point = dict[str, Any]
