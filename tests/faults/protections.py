@@ -150,7 +150,7 @@ PROTECTIONS = [
     ),
     protection(
         "records in run directories are checked", "tests/experiments/test_hostile.py::test_records_are_checked",
-        ("experiments/run_directory.py", "if not isinstance(record, dict) or any(record.get(key) is None for key in NUMBERS):",
+        ("experiments/record_lines.py", "if not isinstance(record, dict) or any(record.get(key) is None for key in NUMBERS):",
          "if False:"),
     ),
     protection(
@@ -186,7 +186,7 @@ PROTECTIONS = [
     ),
     protection(
         "no network", "proofs.network",
-        ("experiments/run_directory.py", "    git = subprocess.run(",
+        ("experiments/environment.py", "    git = subprocess.run(",
          "    import socket\n    socket.getaddrinfo('localhost', 80)\n    git = subprocess.run("),
     ),
     protection(

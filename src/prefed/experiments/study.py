@@ -47,7 +47,7 @@ from prefed.experiments.config import Config, load
 from prefed.experiments.jobs import Job, Many, run_jobs
 from prefed.experiments.measures import ACCURACY, LAST, first_scored, measure, merit
 from prefed.experiments.plans import OnEvent, Planned, run_all
-from prefed.experiments.run_directory import differing
+from prefed.experiments.same_config import differing
 from prefed.experiments.stored_runs import StoredRun, load_archive, write_archive
 from prefed.experiments.sweep import on_edge
 from prefed.experiments.toml_files import read as read_config
