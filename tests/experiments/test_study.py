@@ -32,7 +32,8 @@ from prefed.experiments.stored_runs import (
     load_runs,
     write_archive,
 )
-from prefed.experiments.study import StudyRuns, merged, read
+from prefed.experiments.study import merged, read
+from prefed.experiments.study_runs import StudyRuns
 from prefed.experiments.toml_files import studies
 from prefed.report.figures import to_bytes
 from tests.helpers import ROOT

@@ -38,7 +38,7 @@ from prefed.experiments.config import load
 from prefed.experiments.jobs import Many
 from prefed.experiments.plans import OnEvent, Planned, run_all
 from prefed.experiments.stored_runs import StoredRun
-from prefed.experiments.study import archive, slug
+from prefed.experiments.study_runs import archive, slug
 from prefed.experiments.toml_files import read_plan
 
 
