@@ -10,10 +10,10 @@ import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import KW_ONLY, InitVar, dataclass
+from functools import partial
 from logging import INFO, WARNING
 from typing import Any, Literal, cast
 
-import torch
 from flwr.app import (
     ArrayRecord,
     ConfigRecord,
@@ -34,23 +34,19 @@ from prefed.flower import protocol as p
 from prefed.flower import strategy_log
 from prefed.flower.app_fit import Unfit, check_fit
 from prefed.flower.arrivals import Arrivals
-from prefed.flower.client_metrics import MetricsOf, believed_steps, reduced, said_steps, whole
+from prefed.flower.client_metrics import MetricsOf, reduced
 from prefed.flower.kept_state import NEVER
 from prefed.flower.nodes import Nodes, partition_id
 from prefed.flower.privacy import CentralDP
 from prefed.flower.replies import AsTheyCome, exchange
 from prefed.flower.statedict import StateDict
 from prefed.flower.strategy_checks import check
-from prefed.flower.wire import pack, unpack
-from prefed.rules import State
-from prefed.training.admission import LARGEST_COUNT, Admission, Refused, UntrustedUpdate, expected
-from prefed.training.checks import check_sharing
+from prefed.flower.strategy_server import StrategyServer
+from prefed.flower.wire import pack
+from prefed.training.admission import LARGEST_COUNT, Admission, Refused, expected
 from prefed.training.mechanism import Mechanism
-from prefed.training.messages import depends_on_steps, mean_steps, to_mean
 from prefed.training.privacy_setting import Privacy
-from prefed.training.private_runs import check_private
-from prefed.training.round import server_update
-from prefed.training.server_state import LOCAL_STEPS, Server
+from prefed.training.server_state import Server
 
 RecordType = ArrayRecord | MetricRecord | ConfigRecord
 
@@ -111,26 +107,35 @@ class Strategy(FlowerStrategy):
             self.min_fraction = quorum
         self.means = check(self)
         self.members = Nodes(partition_id if self.ask_partitions else None)
-        self.shape: StateDict | None = None
-        self.server: Server | None = None
-        """The global state, with the optimiser's, from the first round on."""
+        self._begun: StrategyServer | None = None
+        """The server, from the first round on."""
         self.after: dict[int, int] = {}
         """For each client that keeps state, the round it last took part in."""
         self.arrivals: Arrivals | None = None
-        self.mechanism: Mechanism | None = None
-        """Of prefed.Privacy, from the first round on, with the ledger of what was released."""
         self._metrics: dict[int, RecordDict] = {}
-        self._needs_steps = False
-        """Whether the server's part depends on how many local steps there were."""
         self._is_fit = False
         """Whether a client has been asked what its app sends."""
-        self._arrays: ArrayRecord | None = None
         self._asked: dict[int, int] = {}
         """Node -> client, of the round that is under way."""
         self._evaluating = 0
         """How many clients were asked to evaluate."""
         self._round: tuple[ArrayRecord, ConfigRecord]
         """What the clients of this round are sent."""
+
+    @property
+    def shape(self) -> StateDict | None:
+        """Where the state dict has weights and buffers, from the first round on."""
+        return None if self._begun is None else self._begun.shape
+
+    @property
+    def server(self) -> Server | None:
+        """The global state, with the optimiser's, from the first round on."""
+        return None if self._begun is None else self._begun.state
+
+    @property
+    def mechanism(self) -> Mechanism | None:
+        """Of prefed.Privacy, from the first round on, with the ledger of what was released."""
+        return None if self._begun is None else self._begun.mechanism
 
     def summary(self) -> None:
         strategy_log.summary(self)
@@ -140,16 +145,14 @@ class Strategy(FlowerStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        self._load(arrays, is_first=server_round == 1)
+        server = self._load(arrays, is_first=server_round == 1)
         cohort = self._draw(grid, server_round, "train", self.fraction_train, self.min_train_nodes)
-        self._check_budget(server_round, len(cohort))
-        assert self.server is not None
-        assert self.shape is not None
-        self.server.round = server_round - 1
-        specs = expected(self.algorithm, self.server)
+        server.check_budget(server_round, len(cohort))
+        algorithm, state = self.algorithm, server.state
+        state.round = server_round - 1
         admission = Admission(
-            specs,
-            self.server.round,
+            expected(algorithm, state),
+            state.round,
             cohort,
             largest_count=self.largest_count,
             norm_cap=self.norm_cap,
@@ -157,47 +160,32 @@ class Strategy(FlowerStrategy):
         by_samples = self.weighting == "samples"
         weight = lambda client, samples: float(samples) if by_samples else 1.0  # noqa: E731
         if server_round == 1:
-            self.means.check(self.algorithm, self.server, len(cohort), self.weighting)
-        mean = self.means.collect(self.algorithm, self.server, len(cohort), self.seed)
-        self.arrivals = Arrivals(admission, cohort, weight, self._averaged, mean)
+            self.means.check(algorithm, state, len(cohort), self.weighting)
+        mean = self.means.collect(algorithm, state, len(cohort), self.seed)
+        self.arrivals = Arrivals(admission, cohort, weight, server.averaged, mean)
         self._metrics = {}
         config["server-round"] = server_round
-        if arrays is self._arrays and self.server.over_rounds:
-            arrays = self.shape.write(self.server.weights, self.server.buffers)
-        self._round = arrays, config
+        self._round = server.sent(arrays), config
         return self._messages(cohort)
 
-    def _check_budget(self, round: int, asked: int) -> None:
-        """Raise before a round that would spend more than is allowed."""
-        if isinstance(self.privacy, CentralDP):
-            self.privacy.check_budget(asked)
-        if self.mechanism is not None:
-            from flwr.serverapp.exception import PrivacyBudgetExhausted
-
-            self.mechanism.cohort = asked
-            if reason := self.mechanism.over(round - 1):
-                raise PrivacyBudgetExhausted(reason)
-
-    def _averaged(self, update: UntrustedUpdate) -> State:
-        steps = torch.tensor([float(update.steps or self.local_steps or 1)], dtype=torch.float64)
-        if isinstance(self.privacy, CentralDP):
-            return self.privacy.clip(dict(update.values)) | {LOCAL_STEPS: steps}
-        values = to_mean(self.algorithm, dict(update.values), steps)
-        if self.mechanism is not None:
-            assert self.server is not None
-            return self.mechanism.contribution(self.server, values)
-        return values
+    def _load(self, arrays: ArrayRecord, is_first: bool = False) -> StrategyServer:
+        """The server, with the model of the arrays of this round."""
+        if self._begun is None:
+            self._begun = StrategyServer(self, arrays)
+        else:
+            self._begun.load(arrays, is_first)
+        return self._begun
 
     def _messages(self, clients: list[int]) -> list[Message]:
         """One message for each client: the model, the user's config, and what our own
         `local_train` wants to know, which stock apps leave alone."""
-        assert self.server is not None
+        assert self._begun is not None
         assert self.arrivals is not None
         self._asked, messages = {}, []
         arrays, config = self._round
         content: dict[str, RecordType] = {self.arrayrecord_key: arrays}
-        if self.server.shared:
-            content[p.STATE] = pack(self.server.shared)
+        if shared := self._begun.state.shared:
+            content[p.STATE] = pack(shared)
         for client in clients:
             node = self.members.nodes.get(client)
             if node is None:
@@ -210,11 +198,11 @@ class Strategy(FlowerStrategy):
 
     def _told(self, config: ConfigRecord, client: int) -> ConfigRecord:
         """The user's config, and what our own functions in a ClientApp go by."""
-        assert self.shape is not None
+        assert self._begun is not None
         ours: dict[str, Any] = {
             p.ALGORITHM: tell(self.algorithm),
             p.BUFFERS: list(self.buffers),
-            p.PERSONAL: self.shape.personal,
+            p.PERSONAL: self._begun.shape.personal,
             p.AFTER: self.after.get(client, NEVER),
         }
         return ConfigRecord({**config, **ours})
@@ -223,121 +211,27 @@ class Strategy(FlowerStrategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Take the replies one by one; without a quorum nothing changes and nothing comes back."""
-        arrivals, server, shape = self.arrivals, self.server, self.shape
+        arrivals, server = self.arrivals, self._begun
         assert arrivals is not None
         assert server is not None
-        assert shape is not None
+        specs = arrivals.admission.specs
         for reply in replies:
             client = self._asked.get(reply.metadata.src_node_id)
             if client is None:
                 log(WARNING, "a reply from node %d was not asked for", reply.metadata.src_node_id)
             elif reply.has_error():
                 arrivals.refuse(client, Refused(f"failed: {str(reply.error.reason)[:500]}"))
-            else:
-                self._take(arrivals, client, reply.content)
-        admitted, asked = len(arrivals.admission.admitted), len(arrivals.position)
-        strategy_log.received("train", admitted, len(arrivals.refused))
+            elif arrivals.take(client, partial(server.read, client, reply.content, specs)):
+                (found,) = reply.content.metric_records.values()
+                self._metrics[client] = RecordDict({"metrics": found})
+        admitted = arrivals.admission.admitted
+        strategy_log.received("train", len(admitted), len(arrivals.refused))
         if not self._enough():
             return None, None
-        mean, _ = arrivals.mean.result()
-        if self.mechanism is not None:
-            self.mechanism.spend(server_round, list(arrivals.position))
-            mean = self.mechanism.release(server, mean, admitted, asked)
-        elif isinstance(self.privacy, CentralDP):
-            self.privacy.spend(asked)
-            mean["weights"] = self.privacy.noise(mean["weights"], admitted, asked)
-            mean.pop("buffers", None)  # statistics of the clients stay with them
-        population = max(len(self.members.nodes), asked)
-        contents = [self._metrics[c] for c in arrivals.position if c in self._metrics]
-        steps = mean_steps(mean)
-        if self._needs_steps:
-            steps = believed_steps(steps, contents, self.local_steps)
-        if server.round == 0 and not server.shared:  # where they share, such a reply is refused
-            strategy_log.own_training(self.algorithm, contents)
-        took_part = asked if self.mechanism is not None else admitted
-        server_update(self.algorithm, server, mean, steps, took_part / population)
-        self.after |= dict.fromkeys(arrivals.admission.admitted, server_round - 1)
-        self._arrays = shape.write(*server.model(), counters=server.buffers)
-        return self._arrays, reduced(self.train_metrics_aggr_fn, contents, self.weighted_by_key)
-
-    def _take(self, arrivals: Arrivals, client: int, content: RecordDict) -> None:
-        assert self.server is not None
-        assert self.shape is not None
-        server, shape, found = self.server, self.shape, MetricRecord()
-
-        def read() -> UntrustedUpdate:
-            nonlocal found
-            found, record = self._records(content)
-            check_fit(*self._needs, content)
-            weights, buffers = shape.read(record)
-            values = {"weights": weights.sub_(server.weights)}
-            if "buffers" in arrivals.admission.specs:
-                values["buffers"] = buffers
-            if server.shared:
-                sent = {n: s for n, s in arrivals.admission.specs.items() if n in server.shared}
-                values |= unpack(content.get(p.STATE), sent)
-            loss, round = found.get(p.LOSS, 0.0), found.get(p.TRAINED, server.round)
-            samples = whole(found.get(self.weighted_by_key))
-            steps = said_steps(content) if self._learns_steps else None
-            return UntrustedUpdate(client, round, samples, loss, values, steps)
-
-        if arrivals.take(client, read) is not None:
-            self._metrics[client] = RecordDict({"metrics": found})
-
-    def _records(self, content: RecordDict) -> tuple[MetricRecord, object]:
-        """The one metric record, and the one array record that is not our own."""
-        if len(content.metric_records) != 1:
-            raise Refused(f"{len(content.metric_records)} metric records, not one")
-        arrays = [r for key, r in content.array_records.items() if key != p.STATE]
-        if len(arrays) != 1:
-            raise Refused(f"{len(arrays)} array records, not one")
-        return next(iter(content.metric_records.values())), arrays[0]
-
-    @property
-    def _learns_steps(self) -> bool:
-        return self._needs_steps and self.local_steps is None
-
-    @property
-    def _needs(self) -> tuple[Algorithm, Collection[str], bool]:
-        """What a client's app must know of."""
-        assert self.server is not None
-        return self.algorithm, self.server.shared, self._learns_steps
-
-    def _load(self, arrays: ArrayRecord, is_first: bool = False) -> None:
-        """Take the model from the arrays of this round: the first, or what a wrapper made of
-        ours."""
-        if self.server is None or self.shape is None:
-            self._begin(arrays)
-        elif arrays is not self._arrays:
-            if self.server.over_rounds and not is_first:
-                raise PrefedError(
-                    "mean_of_rounds: clients go on from other weights than those that are handed "
-                    "over, and something around this strategy changes the latter; set it to None"
-                )
-            weights, buffers = self.shape.read(arrays)
-            self.server.weights.copy_(weights)
-            self.server.buffers.copy_(buffers)
-            if self.server.over_rounds:  # another start
-                self.server.over_rounds["rounds"].zero_()
-
-    def _begin(self, arrays: ArrayRecord) -> None:
-        """Make the global state from the first arrays, and see whether it can be private."""
-        algorithm = self.algorithm
-        self.shape = StateDict(arrays, self.buffers, algorithm.personal)
-        weights, buffers = self.shape.read(arrays)
-        check_sharing(algorithm, self.shape.layout)
-        self.server = Server.start(algorithm, self.shape.layout, weights, buffers)
-        self._needs_steps = depends_on_steps(algorithm, self.server)
-        if self.privacy is not None and self._learns_steps:
-            raise PrefedError(
-                f"local_steps: {type(algorithm).__name__} divides by it, and what clients "
-                f"say of it has no privacy; give local_steps= to the strategy"
-            )
-        if isinstance(self.privacy, Privacy):
-            check_private(algorithm, self.server, self.privacy, self.local_steps)
-            run = 1, 1, 1, self.local_steps, self.seed
-            self.mechanism = Mechanism(self.privacy, algorithm, *run, secret=True)
-            self.mechanism.prepare()
+        metrics = [self._metrics[c] for c in arrivals.position if c in self._metrics]
+        arrays = server.step(arrivals, metrics, len(self.members.nodes))
+        self.after |= dict.fromkeys(admitted, server_round - 1)
+        return arrays, reduced(self.train_metrics_aggr_fn, metrics, self.weighted_by_key)
 
     def _draw(self, grid: Grid, round: int, purpose: str, fraction: float, least: int) -> list[int]:
         """Clients drawn from those that are there, by (seed, round)."""
@@ -431,8 +325,8 @@ class Strategy(FlowerStrategy):
     def _ask_first(self, grid: Grid, messages: list[Message], timeout: float) -> None:
         """Before a cohort trains for nothing, ask one of it what its app sends: with `local_train`
         it says so at once, and without it its reply shows what is missing. Once in a run."""
-        assert self.server is not None
-        asks = self.server.shared or self._learns_steps or self.algorithm.personal
+        assert self._begun is not None
+        asks = any(self._begun.needs[1:]) or self.algorithm.personal
         if self._is_fit or not messages or not asks:
             return
         self._is_fit, node = True, messages[0].metadata.dst_node_id
@@ -446,7 +340,7 @@ class Strategy(FlowerStrategy):
                 log(WARNING, "client %d did not answer: %s", self._asked[node], reply)
                 continue
             try:
-                check_fit(*self._needs, reply.content)
+                check_fit(*self._begun.needs, reply.content)
             except Unfit as problem:
                 raise PrefedError(
                     f"client {self._asked[node]} (no other was asked yet): {problem}"
