@@ -18,8 +18,9 @@ from prefed.algorithms import Algorithm
 from prefed.data import FederatedData
 from prefed.models.resnet import resnet18
 from prefed.training.messages import averaged
-from prefed.training.round import Server, traffic
+from prefed.training.server_state import Server
 from prefed.training.task import Task
+from prefed.training.traffic import traffic
 
 IN_FLIGHT, SAMPLED, STEPS, BATCH = 10_000, 200_000, 10, 20
 POPULATIONS = (10**6, 10**7, 10**8)

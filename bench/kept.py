@@ -27,7 +27,7 @@ from torch import nn
 
 import prefed
 from prefed.data import FederatedData, Partition
-from prefed.data.federated import Parts
+from prefed.data.partition import Parts
 from prefed.experiments import checkpoints
 from prefed.training.local_trainer import LocalTrainer
 

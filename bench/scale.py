@@ -20,7 +20,7 @@ from prefed import FedAvg
 from prefed.bench.ratios import interleaved, peak, simulation
 from prefed.bench.workloads import Workload, w1
 from prefed.data import FederatedData, Partition
-from prefed.data.federated import Parts
+from prefed.data.partition import Parts
 from prefed.training.run import Run
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)

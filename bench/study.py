@@ -22,7 +22,8 @@ import torch
 
 from prefed.core.errors import Diverged, PrefedError
 from prefed.experiments.config import Config
-from prefed.experiments.study import StudyRuns, read
+from prefed.experiments.study import read
+from prefed.experiments.study_runs import StudyRuns
 
 TEXT = """
 title = "thirty runs"

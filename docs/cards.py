@@ -14,12 +14,12 @@ import torch
 
 import prefed
 from prefed.algorithms import ALGORITHMS, Algorithm
-from prefed.experiments.config import tables
 from prefed.experiments.measures import duration
 from prefed.experiments.printed_tables import TableRuns, read
 from prefed.experiments.stored_runs import StoredRun, load_archive
+from prefed.experiments.toml_files import tables
 from prefed.rules import SGD, Rule
-from prefed.training.round import traffic
+from prefed.training.traffic import traffic
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

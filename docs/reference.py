@@ -21,7 +21,8 @@ from prefed.core import losses, schedule
 from prefed.core.option_models import explained, options_model
 from prefed.core.registry import Registry
 from prefed.data.dataset import DATASETS, GIVEN_TO_SPLITS, SPLITS
-from prefed.experiments.config import Config, Data
+from prefed.experiments.config import Config
+from prefed.experiments.named_parts import Data
 from prefed.experiments.printed_tables import Cell, PrintedTable
 from prefed.experiments.study import Study, Tuning, Variant
 from prefed.models import MODELS

@@ -19,8 +19,9 @@ from statistics import fmean
 
 from prefed.core.errors import Diverged
 from prefed.core.safe_files import write_whole
-from prefed.experiments.config import Config, load, read
+from prefed.experiments.config import Config, load
 from prefed.experiments.measures import ACCURACY, LAST, LOSS, Measure
+from prefed.experiments.toml_files import read
 
 Scores = dict[str, float | None]
 """By "task: algorithm: seed"; None for a run that diverged."""

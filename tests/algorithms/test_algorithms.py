@@ -13,7 +13,7 @@ import torch
 import prefed
 from prefed.experiments.config import algorithms_of, load
 from prefed.rules.wrapped import MEAN_CHANGE
-from prefed.training.round import policy
+from prefed.training.server_state import policy
 from tests.helpers.device import DEVICE
 
 NAMES = prefed.ALGORITHMS.names()

@@ -8,7 +8,8 @@ import torch
 
 import prefed
 from prefed.core.flat_model import FlatModel
-from prefed.training.round import Server, traffic
+from prefed.training.server_state import Server
+from prefed.training.traffic import traffic
 from tests.helpers.device import DEVICE
 from tests.helpers.problems import tiny_data, tiny_model
 

@@ -20,7 +20,8 @@ import torch
 
 import prefed
 from prefed.experiments.config import load
-from prefed.experiments.run_directory import diff, execute, read_config
+from prefed.experiments.run_directory import execute
+from prefed.experiments.same_config import diff, read_config
 from prefed.report import write_report
 
 BEFORE = Path(__file__).parent / "before"

@@ -21,13 +21,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import prefed
-from prefed.experiments.config import load, read_toml
+from prefed.experiments.config import load
 from prefed.experiments.plans import plan_comparison, run_all
 from prefed.experiments.ranking import group
 from prefed.experiments.run_directory import execute
 from prefed.experiments.stats import bootstrap_interval, sign_flip_p
 from prefed.experiments.stored_runs import StoredRun
 from prefed.experiments.sweep import Optuna, Scored, Space, on_edge
+from prefed.experiments.toml_files import read_toml
 from tests.helpers.commands import prefed_command, prefed_here
 from tests.helpers.problems import tiny_data, tiny_model
 

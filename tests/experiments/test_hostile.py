@@ -17,8 +17,9 @@ import prefed
 from prefed.core.safe_files import read_whole
 from prefed.data.own import read_npz
 from prefed.experiments import checkpoints
-from prefed.experiments.config import load, read_toml
-from prefed.experiments.run_directory import NotARecord, from_json
+from prefed.experiments.config import load
+from prefed.experiments.record_lines import NotARecord, from_json
+from prefed.experiments.toml_files import read_toml
 
 GOOD = {"round": 1, "train_loss": None, "bytes_up": 1, "bytes_down": 1, "seconds": 0.1}
 

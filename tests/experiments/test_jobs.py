@@ -13,7 +13,8 @@ from prefed.experiments.jobs import Job, Processes, made_with
 from prefed.experiments.measures import ACCURACY, LAST, first_scored
 from prefed.experiments.run_directory import execute
 from prefed.experiments.stored_runs import StoredRun
-from prefed.experiments.study import Study, StudyRuns, Tuning
+from prefed.experiments.study import Study, Tuning
+from prefed.experiments.study_runs import StudyRuns
 from prefed.training.engines.auto import Choice
 from prefed.training.local_trainer import LocalTrainer
 from tests.helpers.run_folders import small

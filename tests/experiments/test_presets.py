@@ -11,9 +11,10 @@ import pytest
 import prefed
 from prefed import ALGORITHMS
 from prefed.core.schedule import at
-from prefed.experiments.config import algorithms_of, load, presets
+from prefed.experiments.config import algorithms_of, load
 from prefed.experiments.run_directory import execute
 from prefed.experiments.study import read as read_study
+from prefed.experiments.toml_files import presets
 from prefed.training import settings
 from tests.helpers import official
 from tests.helpers.run_folders import fingerprint, small

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from prefed.core.errors import PrefedError
-from prefed.experiments.config import find, load, tables
+from prefed.experiments.config import load
 from prefed.experiments.printed_tables import TableRuns, read, rounds_to, to_markdown
 from prefed.experiments.stored_runs import StoredRun, write_archive
+from prefed.experiments.toml_files import find, tables
 from tests.helpers import ROOT
 from tests.helpers.commands import prefed_here
 

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from prefed.experiments.config import algorithms_of, load, studies
-from prefed.experiments.study import StudyRuns, read
+from prefed.experiments.config import algorithms_of, load
+from prefed.experiments.study import read
+from prefed.experiments.study_runs import StudyRuns
+from prefed.experiments.toml_files import studies
 from prefed.report import study_results as results
 from tests.helpers import ROOT
 

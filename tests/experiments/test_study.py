@@ -22,7 +22,7 @@ import prefed.report.study_results as results
 from prefed.cli.study_command import study as study_command
 from prefed.core.errors import PrefedError
 from prefed.core.safe_files import lock
-from prefed.experiments.config import load, studies
+from prefed.experiments.config import load
 from prefed.experiments.measures import ACCURACY
 from prefed.experiments.stats import student, student_interval
 from prefed.experiments.stored_runs import (
@@ -32,7 +32,9 @@ from prefed.experiments.stored_runs import (
     load_runs,
     write_archive,
 )
-from prefed.experiments.study import StudyRuns, merged, read
+from prefed.experiments.study import merged, read
+from prefed.experiments.study_runs import StudyRuns
+from prefed.experiments.toml_files import studies
 from prefed.report.figures import to_bytes
 from tests.helpers import ROOT
 from tests.helpers.commands import prefed_here

@@ -99,18 +99,18 @@ PROTECTIONS = [
     ),
     protection(
         "the quorum", "clients.dropped",
-        ("training/run.py", "if len(answers) >= settings.quorum:", "if answers:"),
+        ("training/run.py", "if len(cohort.answers) >= settings.quorum:", "if cohort.answers:"),
         ("training/run.py", "if arrived is not None and arrived.clients >= settings.quorum:",
          "if arrived is not None:"),
     ),
     protection(
         "updates that are not finite stop the run", "divergence.stop",
-        ("training/run.py", "            if not arrived.is_finite:\n", "            if False:\n"),
-        ("training/run.py", "            if not self.is_whole:\n", "            if False:\n"),
+        ("training/run.py", "        if not arrived.is_finite:\n", "        if False:\n"),
+        ("training/run.py", 'return "" if self.is_whole else', 'return "" if True else'),
     ),
     protection(
         "a step of the server's that overflows stops the run", "divergence.stop",
-        ("training/run.py", "            if not self.is_whole:\n", "            if False:\n"),
+        ("training/run.py", 'return "" if self.is_whole else', 'return "" if True else'),
     ),
     protection(
         "the state before the blow-up is saved", "divergence.stop",
@@ -140,7 +140,7 @@ PROTECTIONS = [
     ),
     protection(
         "TOML without end is refused", "fuzz.config_bytes",
-        ("experiments/config.py", "    except (ValueError, RecursionError) as error:  # also",
+        ("experiments/toml_files.py", "    except (ValueError, RecursionError) as error:  # also",
          "    except tomllib.TOMLDecodeError as error:  # also"),
     ),
     protection(
@@ -150,7 +150,7 @@ PROTECTIONS = [
     ),
     protection(
         "records in run directories are checked", "tests/experiments/test_hostile.py::test_records_are_checked",
-        ("experiments/run_directory.py", "if not isinstance(record, dict) or any(record.get(key) is None for key in NUMBERS):",
+        ("experiments/record_lines.py", "if not isinstance(record, dict) or any(record.get(key) is None for key in NUMBERS):",
          "if False:"),
     ),
     protection(
@@ -186,7 +186,7 @@ PROTECTIONS = [
     ),
     protection(
         "no network", "proofs.network",
-        ("experiments/run_directory.py", "    git = subprocess.run(",
+        ("experiments/environment.py", "    git = subprocess.run(",
          "    import socket\n    socket.getaddrinfo('localhost', 80)\n    git = subprocess.run("),
     ),
     protection(
@@ -195,8 +195,8 @@ PROTECTIONS = [
     ),
     protection(
         "nothing is kept from round to round", "load.rounds",
-        ("training/run.py", "        answers = draws",
-         '        self.__dict__.setdefault("leak", []).append(self.server.weights.clone())\n'
+        ("training/cohort.py", "        answers = draws",
+         '        run.__dict__.setdefault("leak", []).append(run.server.weights.clone())\n'
          "        answers = draws"),
     ),
     protection(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from prefed.experiments.ranking import group
-from prefed.experiments.run_directory import NotARecord, check_record
+from prefed.experiments.record_lines import NotARecord, check_record
 from prefed.experiments.stored_runs import StoredRun
 from prefed.report.curves import BINS, COLOURS, Chart, charts, participation
 from prefed.report.figures import draw_chart

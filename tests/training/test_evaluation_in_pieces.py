@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import prefed
 from prefed.training import task as tasks
 from prefed.training.task import Task
+from prefed.training.task_trial import try_out
 
 
 class Centred(nn.Module):
@@ -28,7 +29,7 @@ def make(model: nn.Module, samples: int) -> tuple[Task, Tensor, Tensor]:
     y = torch.arange(samples) % 10
     data = prefed.FederatedData([(x[:20], y[:20])], (x, y))
     task = Task(model, None, data, torch.device("cpu"))
-    task.check(data)
+    try_out(task, data)
     return task, x, y
 
 

@@ -17,7 +17,9 @@ from prefed.core.layout import Layout
 from prefed.experiments.run_directory import execute
 from prefed.training.engines.vectorised import Vectorised
 from prefed.training.messages import exchange, receive, upload
-from prefed.training.round import Server, Update, codec_of, traffic
+from prefed.training.round import Update
+from prefed.training.server_state import Server, codec_of
+from prefed.training.traffic import traffic
 from tests.helpers.engine_runs import chain, same
 from tests.helpers.problems import tiny_data, tiny_model
 from tests.helpers.run_folders import StopAfter, fingerprint, small

@@ -15,7 +15,7 @@ from torch import nn
 
 import prefed
 from prefed.core.errors import CannotWrite, PrefedError, RunFailed
-from prefed.experiments import checkpoints, run_directory
+from prefed.experiments import checkpoints, run_directory, same_config
 from prefed.experiments.checkpoints import CheckpointWarning
 from prefed.rules import State
 from prefed.training.kept import InMemory, OnDisk, disk, estimate
@@ -377,7 +377,7 @@ def test_old_checkpoints_are_as_they_were(tmp_path: Path) -> None:
 
 
 def _run(folder: Path) -> str:
-    return run_directory._fingerprint((folder / "config.toml").read_text())
+    return same_config.fingerprint((folder / "config.toml").read_text())
 
 
 @pytest.mark.usefixtures("every_round")

@@ -14,7 +14,7 @@ from prefed import Pair, average, keep
 from prefed.experiments.config import load
 from prefed.rules import Adam
 from prefed.training.engines.vectorised import Vectorised
-from prefed.training.round import LAST
+from prefed.training.server_state import LAST
 from tests.helpers import oracles
 from tests.helpers.engine_runs import chain, same
 from tests.helpers.problems import SIZES, arrays, tiny_data, tiny_model

@@ -19,15 +19,11 @@ from prefed.core.flat_model import FlatModel
 from prefed.core.layout import Layout
 from prefed.rules import SGD, Field, Rule
 from prefed.rules.rule import State
+from prefed.training.block import Block
+from prefed.training.block_state import first_kept
 from prefed.training.messages import to_mean
-from prefed.training.round import (
-    LOCAL_STEPS,
-    Block,
-    Server,
-    first_kept,
-    local_update,
-    server_update,
-)
+from prefed.training.round import local_update, server_update
+from prefed.training.server_state import LOCAL_STEPS, Server
 from tests.helpers.problems import SIZES
 
 STEPS, CLIENTS = 3, [4, 7]

@@ -23,7 +23,7 @@ def bench(
     from prefed.bench.ratios import HEAD, How, bench, bench_config
     from prefed.bench.workloads import WORKLOADS
     from prefed.experiments.config import load
-    from prefed.experiments.run_directory import environment
+    from prefed.experiments.environment import environment
     from prefed.training.engines.engine import ENGINES, check_engine
     from prefed.training.task import choose_device
 

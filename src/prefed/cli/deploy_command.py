@@ -1,5 +1,7 @@
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -78,8 +80,7 @@ def deploy(
     """
     from prefed.cli.progress import show_warnings_plainly
     from prefed.cli.run_command import new_folder
-    from prefed.core.errors import Interrupted, checked
-    from prefed.experiments.bars import RoundBar
+    from prefed.core.errors import checked
     from prefed.experiments.config import load
     from prefed.experiments.measures import describe
     from prefed.flower import require_flower
@@ -98,14 +99,17 @@ def deploy(
     from prefed.flower.deployment_options import Options
 
     loaded = load(config, set)
-    given = (min_fraction, retries, round_seconds, join_seconds, norm_cap)
-    names = ("min_fraction", "retries", "round_seconds", "join_seconds", "norm_cap")
-    secure = {
+    given = {
+        "min_fraction": min_fraction,
+        "retries": retries,
+        "round_seconds": round_seconds,
+        "join_seconds": join_seconds,
+        "norm_cap": norm_cap,
         "secure_aggregation": secure_aggregation,
         "secure_neighbours": secure_neighbours,
         "largest_count": largest_count,
     }
-    options = checked(Options, dict(zip(names, given, strict=True)) | secure)
+    options = checked(Options, given)
     if secure_aggregation and (local or simulate or 3) < 3:
         raise typer.BadParameter("--secure-aggregation: a sum needs three nodes or more")
     run = loaded.make_run()
@@ -120,32 +124,42 @@ def deploy(
         return
     loaded = found_from_elsewhere(loaded)
     folder = out or new_folder(config, loaded.algorithm.name, loaded.seed)
+    if local is not None:
+        from prefed.flower.local_deployment import deploy_locally
+
+        start = partial(deploy_locally, loaded, folder, local, options, resume=resume)
+    else:
+        from prefed.flower.simulated_deployment import deploy_simulated
+
+        assert simulate is not None
+        start = partial(
+            deploy_simulated, loaded, folder, simulate, options, resume=resume,
+            open_network=open_network,
+        )  # fmt: skip
+    records = watched(start, loaded.rounds, folder, quiet)
+    if not quiet:
+        print(f"{loaded.algorithm.name}: {describe(records[-1])}")
+        if "ended" in records[-1]:
+            print(f"ended early, after round {len(records)}: {records[-1]['ended']}")
+        print(f"written to {folder}")
+
+
+def watched(
+    start: Callable[..., object], rounds: int, folder: Path, quiet: bool
+) -> list[dict[str, object]]:
+    """Start a deployment and show its rounds; the records of them."""
+    from prefed.core.errors import Interrupted
+    from prefed.experiments.bars import RoundBar
+
     records: list[dict[str, object]] = []
-    with RoundBar(loaded.rounds, quiet) as progress:
+    with RoundBar(rounds, quiet) as progress:
 
         def see(record: dict[str, object]) -> None:
             records.append(record)
             progress.on_round(record)
 
         try:
-            if local is not None:
-                from prefed.flower.local_deployment import deploy_locally
-
-                deploy_locally(
-                    loaded, folder, local, options, resume=resume, on_record=see, say=progress.say
-                )
-            else:
-                from prefed.flower.simulated_deployment import deploy_simulated
-
-                assert simulate is not None
-                deploy_simulated(
-                    loaded, folder, simulate, options, resume=resume, on_record=see,
-                    say=progress.say, open_network=open_network,
-                )  # fmt: skip
+            start(on_record=see, say=progress.say)
         except KeyboardInterrupt:  # typer would say no more than "Aborted"
             raise Interrupted(f"stopped after round {len(records)} of {folder}") from None
-    if not quiet:
-        print(f"{loaded.algorithm.name}: {describe(records[-1])}")
-        if "ended" in records[-1]:
-            print(f"ended early, after round {len(records)}: {records[-1]['ended']}")
-        print(f"written to {folder}")
+    return records

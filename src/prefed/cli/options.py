@@ -91,7 +91,7 @@ def _keys() -> set[str]:
 
 def told(name: str, options: dict[str, object], source: str) -> str:
     """'fedavg: client_lr 0.7, client_momentum 0.5, from the preset'."""
-    from prefed.experiments.config import presets
+    from prefed.experiments.toml_files import presets
 
     where = "the preset" if source in presets() else source
     return f"{name}: {', '.join(f'{key} {value}' for key, value in options.items())}, from {where}"

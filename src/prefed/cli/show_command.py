@@ -17,7 +17,7 @@ INDENT = 8 * " "
 def ls() -> None:
     """List presets, studies, tables, and what they name: algorithms, models, data sets, ..."""
     from prefed import _api as api
-    from prefed.experiments.config import presets, studies, tables
+    from prefed.experiments.toml_files import presets, studies, tables
     from prefed.training.device_classes import CLASSES
 
     for title, names in (("presets", presets()), ("studies", studies()), ("tables", tables())):
@@ -42,7 +42,7 @@ def cat(
 
     from prefed.core.errors import PrefedError, did_you_mean
     from prefed.core.registry import from_user
-    from prefed.experiments.config import find, shipped
+    from prefed.experiments.toml_files import find, shipped
     from prefed.training.device_classes import CLASSES
 
     folders = [folder for folder in ("presets", "studies", "tables") if name in shipped(folder)]
@@ -113,7 +113,8 @@ def validate(config: Source, set: Changes = []) -> None:
     from prefed.core.errors import PrefedError
     from prefed.data.reading import Missing
     from prefed.experiments import printed_tables, study
-    from prefed.experiments.config import kind_of, load
+    from prefed.experiments.config import load
+    from prefed.experiments.toml_files import kind_of
 
     if (kind := kind_of(config)) == "config":
         devices = load(config, set).devices

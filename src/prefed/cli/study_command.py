@@ -36,10 +36,11 @@ def study(
     from prefed.cli.tables import show as show_table
     from prefed.cli.tables import table
     from prefed.core.machine import cores
-    from prefed.experiments.config import find
     from prefed.experiments.jobs import Processes
     from prefed.experiments.stats import student
-    from prefed.experiments.study import StudyRuns, check, read
+    from prefed.experiments.study import check, read
+    from prefed.experiments.study_runs import StudyRuns
+    from prefed.experiments.toml_files import find
     from prefed.experiments.trackers import Tracking
     from prefed.report import study_results as results
 

@@ -1,9 +1,13 @@
 import math
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from prefed.cli.options import Changes, Figures, Out, Quiet, Source, Track, Workers
+
+if TYPE_CHECKING:
+    from prefed.experiments.stored_runs import StoredRun
+    from prefed.experiments.sweep import Scored
 
 
 def sweep(
@@ -36,13 +40,10 @@ def sweep(
     With --out, the same command again goes on where it was stopped.
     """
     from prefed.cli.live import LiveRuns, new_out
-    from prefed.cli.tables import points, show
     from prefed.core.errors import PrefedError
     from prefed.core.machine import cores
     from prefed.experiments.config import load
     from prefed.experiments.jobs import Processes
-    from prefed.experiments.measures import measure
-    from prefed.experiments.ranking import Group
     from prefed.experiments.sweep import Optuna, Space, Suggest, all_at_once, evaluate_best, on_edge
     from prefed.experiments.sweep import sweep as run_sweep
     from prefed.experiments.trackers import Tracking
@@ -77,10 +78,19 @@ def sweep(
         everything, folder / "report.html", title=f"{config}: a sweep", sweep=scored, notes=edges,
         figures=figures,
     )  # fmt: skip
-    if quiet:
-        return
+    if not quiet:
+        _print(scored, tested, edges)
+        print(f"report: {folder / 'report.html'}")
+
+
+def _print(scored: "list[Scored]", tested: "list[StoredRun]", edges: list[str]) -> None:
+    """The points, the best first, and what that one gives on the test set."""
+    from prefed.cli.tables import points, show
+    from prefed.experiments.measures import measure
+    from prefed.experiments.ranking import Group
+
     show(points(scored))
-    chosen = " ".join(f"--set {key}={value}" for key, value in best.point.items())
+    chosen = " ".join(f"--set {key}={value}" for key, value in scored[0].point.items())
     by = measure(tested)
     mean = Group("best", tested, measure=by).mean()
     print(f"best on the validation split: {chosen}")
@@ -88,7 +98,6 @@ def sweep(
     print(f"its {by.name} on the test set: {value}")
     for line in edges:
         print(line)
-    print(f"report: {folder / 'report.html'}")
 
 
 def _list(text: str) -> tuple[str, list[str]]:

@@ -28,8 +28,8 @@ def table(
     from prefed.cli.tables import table as make_table
     from prefed.cli.text import say
     from prefed.core.safe_files import write_whole
-    from prefed.experiments.config import find
     from prefed.experiments.printed_tables import HEADINGS, TableRuns, read, rows, to_markdown
+    from prefed.experiments.toml_files import find
 
     name, plan = read(table)
     if show:

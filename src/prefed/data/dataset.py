@@ -14,7 +14,8 @@ from prefed.core.batch import Inputs, Ragged, is_ragged, mapped, take, to_inputs
 from prefed.core.errors import PrefedError
 from prefed.core.losses import are_labels
 from prefed.core.registry import Registry
-from prefed.data.federated import Augment, FederatedData, Partition, Parts, Transform
+from prefed.data.federated import Augment, FederatedData, Transform
+from prefed.data.partition import Partition, Parts
 from prefed.data.samples import Pad, fill_of_targets
 
 MOST_CLASSES = 1_000_000

@@ -8,9 +8,10 @@ import numpy as np
 from prefed.core.errors import PrefedError
 from prefed.core.losses import are_labels
 from prefed.data.dataset import DATASETS, Dataset
-from prefed.data.federated import FederatedData, Partition
+from prefed.data.federated import FederatedData
 from prefed.data.idx import EMNIST_CLASSES
 from prefed.data.own import read_npz
+from prefed.data.partition import Partition
 from prefed.data.reading import Missing
 
 if TYPE_CHECKING:

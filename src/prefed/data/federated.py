@@ -1,17 +1,20 @@
-"""Samples, and samples divided among clients."""
+"""What a run trains on: samples divided among clients."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from prefed.core import draws
-from prefed.core.batch import Inputs, Ragged, leaves
+from prefed.core.batch import Inputs, Ragged
 from prefed.core.errors import PrefedError
 from prefed.core.losses import are_labels
+from prefed.data.held_out import HeldOut, part_of
+from prefed.data.partition import Clients, MadeOnce, Partition, Partitions, divide
+from prefed.data.sample_checks import check_samples, dtypes, shapes
 from prefed.data.samples import (
     Collate,
     Labels,
@@ -22,126 +25,10 @@ from prefed.data.samples import (
     to_samples,
 )
 
-Numbers = draws.Numbers
 Transform = Callable[[Inputs], Inputs]
 Augment = Callable[[Inputs, np.random.Generator], Inputs]
 """A batch of x and a generator keyed to it -> the batch with random changes. One whose
 `keeps_shape` is true gives samples of the shape that they had."""
-
-
-class Clients(Protocol):
-    """Clients by number: a pair (x, y) or a data set each, made when it is asked for."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, client: int, /) -> Any: ...
-
-
-class Parts(Sequence["np.ndarray[Any, Any]"]):
-    """The sample numbers of each client, as two arrays: all of them in the order of the clients,
-    and where each client's end. A million clients cost no more than that."""
-
-    def __init__(self, order: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> None:
-        self.order, self.ends = order, ends
-
-    @classmethod
-    def of(cls, parts: Sequence[np.ndarray[Any, Any]]) -> "Parts":
-        if isinstance(parts, Parts):
-            return parts
-        ends = np.cumsum([len(part) for part in parts])
-        return cls(np.concatenate(list(parts)).astype(np.int64), ends)
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, client: Any) -> Any:
-        if isinstance(client, slice):
-            return [self[c] for c in range(*client.indices(len(self)))]
-        if not -len(self) <= client < len(self):
-            raise IndexError(client)
-        client %= len(self)
-        return self.order[int(self.ends[client - 1]) if client else 0 : int(self.ends[client])]
-
-    def sizes(self) -> np.ndarray[Any, Any]:
-        return np.diff(self.ends, prepend=0)
-
-
-class Partition:
-    """One data set divided among clients: the arrays, and for each client its sample numbers."""
-
-    def __init__(self, x: Any, y: Any, parts: Sequence[np.ndarray[Any, Any]]) -> None:
-        self._divide(Samples(x, y), parts)
-
-    @classmethod
-    def of(cls, whole: Samples, parts: Sequence[np.ndarray[Any, Any]]) -> "Partition":
-        made = cls.__new__(cls)
-        made._divide(whole, parts)
-        return made
-
-    def _divide(self, whole: Samples, parts: Sequence[np.ndarray[Any, Any]]) -> None:
-        self.whole = whole
-        self.parts = Parts.of(parts)
-        self.ends = self.parts.ends
-        self.order = torch.from_numpy(self.parts.order.astype(np.int64, copy=False))
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, client: int) -> Samples:
-        if not 0 <= client < len(self):
-            raise IndexError(client)
-        start = int(self.ends[client - 1]) if client else 0
-        return self.whole.part(self.order[start : int(self.ends[client])])
-
-    def places(self, clients: Sequence[int]) -> tuple[Numbers, Numbers]:
-        """Where in `order` the samples of each begin, and how many they are."""
-        numbers = np.asarray(clients)
-        if (numbers < 0).any():
-            raise IndexError(int(numbers.min()))
-        starts = np.where(numbers > 0, self.ends[numbers - 1], 0)
-        return starts, self.ends[numbers] - starts
-
-    @property
-    def used(self) -> Samples:
-        """Those that clients have; of arrays, in which all should be in order, all."""
-        return self.whole.part(self.order) if _is_lazy(self.whole) else self.whole
-
-    def owner(self, number: int) -> int:
-        """The first client that has the sample of this number."""
-        place = int(np.flatnonzero(self.parts.order == number)[0])
-        return int(np.searchsorted(self.ends, place, side="right"))
-
-
-class Partitions:
-    """The clients of a partitioner of flwr-datasets, each loaded once."""
-
-    def __init__(self, partitioner: Any) -> None:
-        self.partitioner = partitioner
-        self._loaded: dict[int, Any] = {}
-
-    def __len__(self) -> int:
-        return int(self.partitioner.num_partitions)
-
-    def __getitem__(self, client: int) -> Any:
-        if client not in self._loaded:
-            self._loaded[client] = self.partitioner.load_partition(client)
-        return self._loaded[client]
-
-
-class MadeOnce:
-    """Clients that are made on demand, each held once it is made."""
-
-    def __init__(self, clients: Clients) -> None:
-        self.clients = clients
-        self._made: dict[int, Any] = {}
-
-    def __len__(self) -> int:
-        return len(self.clients)
-
-    def __getitem__(self, client: int) -> Any:
-        if client not in self._made:
-            self._made[client] = self.clients[client]
-        return self._made[client]
 
 
 class FederatedData:
@@ -178,12 +65,12 @@ class FederatedData:
         client_tests: Any = None,
     ) -> None:
         self.pad, self._read = pad, Read(x, y, collate, pad)
-        self.clients = self._divided(clients, parts)
+        self.clients = divide(clients, parts, self._read)
         if len(self.clients) == 0:
             raise PrefedError("clients: there is none")
         self.client_tests: Clients | None = None
         if client_tests is not None:
-            self.client_tests = self._divided(client_tests, None)
+            self.client_tests = divide(client_tests, None, self._read)
             if len(self.client_tests) != len(self.clients):
                 raise PrefedError(
                     f"client_tests: {len(self.client_tests)} for {len(self.clients)} clients; give "
@@ -198,35 +85,6 @@ class FederatedData:
         """Samples of each client, where they are known."""
         self._labels: tuple[int, int | None] | None = None
         """How many classes there are and which label is none, known once `check` has been told."""
-
-    def _divided(self, clients: Any, parts: Sequence[Any] | None) -> Clients:
-        if parts is not None:
-            whole = to_samples(clients, "clients", self._read)
-            if not len(parts):
-                raise PrefedError("parts: there is no client")
-            if not isinstance(parts, Parts):
-                parts = Parts.of([np.asarray(part, np.int64).reshape(-1) for part in parts])
-            low, high = int(parts.order.min(initial=0)), int(parts.order.max(initial=0))
-            if low < 0 or high >= len(whole):
-                raise PrefedError(
-                    f"parts: sample numbers reach from {low} to {high}, but there are "
-                    f"{len(whole)} samples, counted from 0"
-                )
-            if whole.index is not None:  # a part itself
-                order = whole.index.numpy()[parts.order]
-                whole, parts = whole.part(None), Parts(order, parts.ends)
-            return Partition.of(whole, parts)
-        if hasattr(clients, "load_partition") and hasattr(clients, "num_partitions"):
-            return Partitions(clients)
-        if hasattr(clients, "column_names"):
-            raise PrefedError(
-                "clients: this is one data set; give a list with one for each client, "
-                "or `parts`, the sample numbers of each"
-            )
-        if not hasattr(clients, "__len__"):
-            raise PrefedError(f"clients: {type(clients).__name__} has no len(); give a list")
-        found: Clients = clients
-        return found
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -265,11 +123,12 @@ class FederatedData:
     def _of(self, clients: Clients, number: int, name: str) -> Samples:
         where = f"{name}[{number}]"
         samples = to_samples(clients[number], where, self._read)
-        return self._watched(clients, samples, where) if _is_lazy(samples) else samples
+        if isinstance(samples, LazySamples):
+            return self._watched(clients, samples, where)
+        return samples
 
-    def _watched(self, clients: Clients, samples: Samples, where: str) -> Samples:
+    def _watched(self, clients: Clients, samples: LazySamples, where: str) -> LazySamples:
         """Samples that raise, when they are read, for labels that the model does not have."""
-        assert isinstance(samples, LazySamples)
         if self._labels is None:
             return samples.checked(None)
 
@@ -285,7 +144,7 @@ class FederatedData:
         samples. A client with a single sample keeps it, and has none to be tested on."""
         if not 0 < share < 1:
             raise PrefedError(f"share: should lie between 0 and 1, not {share}")
-        rest, tests = (_part_of(self, share, seed, part) for part in (1, 0))
+        rest, tests = (part_of(self, share, seed, part) for part in (1, 0))
         more: dict[str, Any] = {"pad": self.pad, "client_tests": tests}
         return FederatedData(rest, self.test, self.transform, self.augment, **more)
 
@@ -306,7 +165,7 @@ class FederatedData:
             raise PrefedError("augment: noise comes after it, and is added now; leave one of them")
 
         def given(samples: Samples, where: str) -> tuple[Tensor, Tensor]:
-            x, y = (None, None) if _is_lazy(samples) else samples.all()
+            x, y = (None, None) if isinstance(samples, LazySamples) else samples.all()
             x = x if x is None or self.transform is None else self.transform(x)
             if not isinstance(x, Tensor) or not x.dtype.is_floating_point or y is None:
                 raise PrefedError(f"{where}: noise is for arrays of floating-point numbers")
@@ -334,13 +193,11 @@ class FederatedData:
         """
         self._labels = (classes, ignored) if classes is not None and targets else None
         for where, samples in self._checkable():
-            _check(where, samples, classes, ignored, targets)
-            if _is_lazy(samples):
+            check_samples(where, samples, classes, ignored, targets)
+            if isinstance(samples, LazySamples):
                 named = self.client_tests if where.startswith("client_tests") else self.clients
-                watched = self._watched(named or self.clients, samples, where)
-                assert isinstance(watched, LazySamples)
-                watched.check_column()
-        kinds = {_dtypes(s) for _, s in self._checkable() if not _is_lazy(s)}
+                self._watched(named or self.clients, samples, where).check_column()
+        kinds = {dtypes(s) for _, s in self._checkable() if not isinstance(s, LazySamples)}
         if len(kinds) > 1:
             found = " and ".join(sorted(f"({x}, {y})" for x, y in kinds))
             raise PrefedError(f"clients, test: (x, y) must have the same dtypes, found {found}")
@@ -367,83 +224,17 @@ class FederatedData:
             yield "client_tests", self.client_tests.used
 
 
-class HeldOut(Sequence[Samples]):
-    """Clients with a part of their samples: those that are held out (0), or the rest (1)."""
-
-    def __init__(self, data: FederatedData, share: float, seed: int, part: int) -> None:
-        self.data, self.share, self.seed, self.part = data, share, seed, part
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, client: Any) -> Any:
-        if not 0 <= client < len(self):
-            raise IndexError(client)
-        samples = self.data.client(client)
-        drawn = draws.held_out(self.seed, client, len(samples), self.share)[self.part]
-        return samples.part(samples.numbers(torch.from_numpy(drawn)))
-
-
-def _part_of(data: FederatedData, share: float, seed: int, part: int) -> Clients:
-    clients = data.clients
-    if not isinstance(clients, Partition):
-        return HeldOut(data, share, seed, part)
-    numbers = [
-        own[draws.held_out(seed, client, len(own), share)[part]]
-        for client, own in enumerate(clients.parts)
-    ]
-    return Partition.of(clients.whole, numbers)
-
-
-def _is_lazy(samples: Samples) -> bool:
-    return isinstance(samples, LazySamples)
-
-
 def of_other_shapes(data: FederatedData) -> Iterator[tuple[str, Samples]]:
     """Samples of clients and test sets that have another shape than those before them, once for
     each shape, and where they are. Those that are read on demand are not looked at."""
     known: set[Any] = set()
     for where, samples in data._checkable():
-        if _is_lazy(samples) or samples.is_ragged or (shapes := _shapes(samples)) in known:
+        if (
+            isinstance(samples, LazySamples)
+            or samples.is_ragged
+            or (found := shapes(samples)) in known
+        ):
             continue
         if known:
             yield where, samples
-        known.add(shapes)
-
-
-def _shapes(samples: Samples) -> tuple[Any, ...]:
-    return tuple(tuple(leaf.shape[1:]) for leaf in leaves(samples.x))
-
-
-def _dtypes(samples: Samples) -> tuple[str, str]:
-    """Of x, by name if it is a dict, and of y."""
-    found = [str(leaf.dtype) for leaf in leaves(samples.x)]
-    if isinstance(samples.x, dict):
-        found = [f"{name}: {dtype}" for name, dtype in zip(samples.x, found, strict=True)]
-    return ", ".join(found), str(samples.y.dtype)
-
-
-def _check(
-    where: str, samples: Samples, classes: int | None, ignored: int | None, targets: bool
-) -> None:
-    if len(samples) == 0:
-        raise PrefedError(f"{where}: it has no samples")
-    if _is_lazy(samples):
-        return
-    y = samples.y.used() if isinstance(samples.y, Ragged) else samples.y
-    for name, values in (("x", samples.x), ("y", y)) if targets else (("x", samples.x),):
-        for leaf in leaves(values):
-            numbers = leaf.used() if isinstance(leaf, Ragged) else leaf
-            if numbers.dtype.is_floating_point and not bool(torch.isfinite(numbers).all()):
-                raise PrefedError(
-                    f"{where}: {name} has values that are not finite (NaN or infinity)"
-                )
-    if classes is not None and targets and are_labels(y):
-        if ignored is not None:
-            y = y[y != ignored]
-        low, high = (int(y.min()), int(y.max())) if y.numel() else (0, 0)
-        if low < 0 or high >= classes:
-            raise PrefedError(
-                f"{where}: labels reach from {low} to {high}, "
-                f"but the model has outputs for labels 0 to {classes - 1}"
-            )
+        known.add(found)

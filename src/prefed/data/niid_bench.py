@@ -6,7 +6,7 @@ import numpy as np
 
 from prefed.core.errors import PrefedError
 from prefed.data.dataset import SPLITS
-from prefed.data.federated import Parts
+from prefed.data.partition import Parts
 from prefed.data.splits import Labels, check_labels, check_size
 
 Has = np.ndarray[Any, np.dtype[np.bool_]]

@@ -11,7 +11,7 @@ import numpy as np
 
 from prefed.core.errors import PrefedError
 from prefed.data.dataset import SPLITS
-from prefed.data.federated import Parts
+from prefed.data.partition import Parts
 
 Labels = np.ndarray[Any, Any]
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prefed.core.errors import PrefedError
-from prefed.experiments.run_directory import NotARecord, from_json
+from prefed.experiments.record_lines import NotARecord, from_json
 from prefed.experiments.stored_runs import ARCHIVE, StoredRun, load_archive, load_run
 
 

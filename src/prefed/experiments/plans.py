@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from prefed.core.errors import PrefedError, RunFailed
-from prefed.experiments.config import SEEDS, Config, load, refuse
+from prefed.experiments.changes import SEEDS, refuse
+from prefed.experiments.config import Config, load
 from prefed.experiments.jobs import Job, Many, run_jobs
-from prefed.experiments.run_directory import differing, read_config
+from prefed.experiments.same_config import differing, read_config
 from prefed.experiments.stored_runs import ARCHIVE, StoredRun, load_run
 from prefed.experiments.trackers import Tracking
 

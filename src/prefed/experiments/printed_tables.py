@@ -34,11 +34,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from prefed.experiments.config import load, read_plan
+from prefed.experiments.config import load
 from prefed.experiments.jobs import Many
 from prefed.experiments.plans import OnEvent, Planned, run_all
 from prefed.experiments.stored_runs import StoredRun
-from prefed.experiments.study import archive, slug
+from prefed.experiments.study_runs import archive, slug
+from prefed.experiments.toml_files import read_plan
 
 
 class Cell(BaseModel):

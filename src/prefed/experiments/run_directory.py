@@ -9,33 +9,33 @@ best.safetensors     those of the best round so far, if it is to be kept
 privacy.jsonl        what a private run has released, a line before each release
 """
 
-import hashlib
 import json
 import math
-import os
-import platform
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-import numpy
 import tomli_w
 import torch
 from torch import Tensor
 
-from prefed import __version__
-from prefed.core.deprecated import with_new_names
 from prefed.core.errors import CannotWrite, PrefedError
-from prefed.core.machine import processor, total_memory
+from prefed.core.machine import total_memory
 from prefed.core.parts import timed
 from prefed.core.safe_files import lock, remove_leftovers, to_json, write_whole
 from prefed.experiments import checkpoints
-from prefed.experiments.config import Config, read_toml
+from prefed.experiments.config import Config
+from prefed.experiments.environment import environment
+from prefed.experiments.record_lines import from_json
+from prefed.experiments.same_config import (
+    about_rounds,
+    differing,
+    fingerprint,
+    read_config,
+    with_rounds,
+)
 from prefed.training import ledger
 from prefed.training.observers import Callback
 from prefed.training.ranks import make_trainer, speaks
@@ -46,10 +46,6 @@ from prefed.training.trainer import Record
 SECONDS_BETWEEN = 10.0
 """A checkpoint is due this long after the last one, or later if writing one takes long; after every
 round if this is 0."""
-MAY_CHANGE = ("  kept_state: ", "  workers: ")
-"""How a difference between configs begins that does not make another run: results are the same."""
-UP_TO_ROUNDING = ("  engine: ",)
-"""The same for results that are the same up to rounding: what has ended is not run again for it."""
 RARE = 20
 """Times as long as it took to write one, there is none."""
 SHARE = 1 / 8
@@ -109,7 +105,7 @@ class RunDirectory(Callback):
 
     def __init__(self, folder: Path, text: str, is_new: bool, seconds_between: float) -> None:
         self.folder, self.text, self.is_new = folder, text, is_new
-        self.fingerprint = _fingerprint(text)
+        self.fingerprint = fingerprint(text)
         self.seconds_between = seconds_between
         self._lock = lock(folder)
         self._writer = checkpoints.Writer()
@@ -137,7 +133,7 @@ class RunDirectory(Callback):
             if differences and not (longer and len(differences) == 1):
                 raise PrefedError(
                     f"{folder}: holds a run of another config; choose another directory\n"
-                    + "\n".join(differences + _about_rounds(differences, resume))
+                    + "\n".join(differences + about_rounds(differences, resume))
                 )
             if not resume:
                 raise PrefedError(
@@ -145,7 +141,7 @@ class RunDirectory(Callback):
                     f"on with it, or choose another directory"
                 )
             text = existing.read_text()  # checkpoints name it: an older version wrote other words
-            text = _with_rounds(text, asked)
+            text = with_rounds(text, asked)
         elif folder.exists() and not folder.is_dir():
             raise PrefedError(f"{folder}: is a file; choose a directory")
         elif folder.exists() and any(_visible(folder)):
@@ -173,7 +169,7 @@ class RunDirectory(Callback):
         more = run.settings.rounds
 
         def before() -> Iterator[str]:
-            return (_fingerprint(_with_rounds(self.text, rounds)) for rounds in range(1, more))
+            return (fingerprint(with_rounds(self.text, rounds)) for rounds in range(1, more))
 
         saved = checkpoints.load(self.folder / "checkpoints", self.fingerprint, before)
         self._saved, lines = saved.round, saved.rounds.splitlines()
@@ -312,117 +308,7 @@ class RunDirectory(Callback):
         return self._held
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The config of the run in a directory, in the words of this version."""
-    table = read_toml(folder / "config.toml")
-    renamed: dict[str, Any] = with_new_names(table, Config.RENAMED, warn=False)
-    return renamed
-
-
-def _fingerprint(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _with_rounds(text: str, rounds: int) -> str:
-    """The text of a config.toml for that number of rounds: the first such line is the run's."""
-    return re.sub(r"^rounds = \d+$", f"rounds = {rounds}", text, count=1, flags=re.MULTILINE)
-
-
-def _about_rounds(differences: list[str], resume: bool) -> list[str]:
-    """More about a run that differs in nothing but a number of rounds."""
-    if differences[0].startswith("  rounds: ") and len(differences) == 1:
-        return ["with --resume a run can be given more rounds; it cannot be given fewer"]
-    falls = [line.strip() for line in differences if ".rounds: " in line]
-    if resume and len(falls) == len(differences) - 1 and differences[-1].startswith("  rounds: "):
-        parts = [line.removeprefix("algorithm.").partition(" there") for line in falls]
-        options = " ".join(f"--set {part[0].replace(': ', '=')}" for part in parts)
-        return [f"its step sizes fall over a number of rounds: to keep that add {options}"]
-    return []
-
-
-def differing(there: dict[str, Any], here: dict[str, Any], ended: bool = False) -> list[str]:
-    """One line for each key that makes another run of it.
-
-    ended   the run that is there has ended, and is not to go on
-    """
-    may_change = MAY_CHANGE + UP_TO_ROUNDING if ended else MAY_CHANGE
-    return [line for line in diff(there, here) if not line.startswith(may_change)]
-
-
-def diff(there: dict[str, Any], here: dict[str, Any], path: str = "") -> list[str]:
-    """One line for each key whose value differs."""
-    lines = []
-    for key in sorted({*there, *here}):
-        a, b = there.get(key, "(not set)"), here.get(key, "(not set)")
-        if isinstance(a, dict) and isinstance(b, dict):
-            lines += diff(a, b, f"{path}{key}.")
-        elif a != b:
-            lines.append(f"  {path}{key}: {a} there, {b} asked for")
-    return lines
-
-
 def _visible(folder: Path) -> list[Path]:
     """What is in a directory, but for what a run leaves that was killed before it began."""
     ours = {"checkpoints", "environment.json", "rounds.jsonl", "kept.records", "logs", "nodes"}
     return [p for p in folder.iterdir() if p.name not in ours and not p.name.startswith(".")]
-
-
-NUMBERS = ("round", "bytes_up", "bytes_down", "seconds")
-"""What every record has."""
-OPTIONAL = (
-    "train_loss", "test_loss", "test_accuracy", "adaptive_share", "median_step",
-    "client_lr", "server_lr", "update_norm", "drift", "epsilon", "clip",
-    "bytes_up_weights", "bytes_up_state", "bytes_down_weights", "bytes_down_state",
-    "client_accuracy_mean", "client_accuracy_worst_tenth",
-    "client_loss_mean", "client_loss_worst_tenth",
-    "staleness_mean", "staleness_max",
-    "seconds_virtual", "device_seconds", "wasted_device_seconds", "wasted_bytes_up",
-    "wasted_bytes_down", "objective", "objective_gap",
-)  # fmt: skip
-"""Numbers that may be null or missing."""
-LISTS = ("cohort", "dropped", "left_out", "client_accuracies", "client_losses")
-"""Lists of numbers that may be missing."""
-
-
-class NotARecord(ValueError):
-    """JSON, but not what is known of a round."""
-
-
-def from_json(line: str) -> Record:
-    """The record that a line holds, whoever wrote the line."""
-    return check_record(json.loads(line))
-
-
-def check_record(record: Any) -> Record:
-    if not isinstance(record, dict) or any(record.get(key) is None for key in NUMBERS):
-        raise NotARecord(str(record)[:80])
-    if not all(isinstance(record.get(key), int | float | None) for key in NUMBERS + OPTIONAL):
-        raise NotARecord(str(record)[:80])
-    for values in (record[key] for key in LISTS if record.get(key) is not None):
-        if not isinstance(values, list) or not all(
-            isinstance(v, int | float | None) for v in values
-        ):
-            raise NotARecord(str(record)[:80])
-    return record
-
-
-def environment() -> dict[str, Any]:
-    """What a result may depend on besides its config."""
-    git = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return {
-        "prefed": __version__,
-        "git_revision": git.stdout.strip() or None,
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-        "platform": platform.platform(),
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }

@@ -17,7 +17,8 @@ from prefed.core.deprecated import with_new_names
 from prefed.core.errors import PrefedError
 from prefed.core.safe_files import is_locked, read_whole, write_whole
 from prefed.experiments.config import Config
-from prefed.experiments.run_directory import NotARecord, check_record, from_json, read_config
+from prefed.experiments.record_lines import NotARecord, check_record, from_json
+from prefed.experiments.same_config import read_config
 from prefed.training.result import frame
 from prefed.training.trainer import Record
 

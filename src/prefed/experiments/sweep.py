@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from prefed.core.errors import PrefedError
-from prefed.experiments.config import SEEDS, load, refuse
+from prefed.experiments.changes import SEEDS, refuse
+from prefed.experiments.config import load
 from prefed.experiments.jobs import Many
 from prefed.experiments.measures import measure
 from prefed.experiments.plans import OnEvent, Planned, run_all

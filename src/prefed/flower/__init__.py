@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
         for kind in strategies():
             if kind.__name__ == name:
                 require_flower()
-                return importlib.import_module("prefed.flower.strategy").make_strategy(kind)
+                return importlib.import_module("prefed.flower.named_strategies").make_strategy(kind)
     raise AttributeError(f"module 'prefed.flower' has no attribute {name!r}")
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from prefed.algorithms import Algorithm
 from prefed.core.errors import PrefedError
 from prefed.training.admission import Admission, NotFinite, Refused, UntrustedUpdate
+from prefed.training.asynchronous import ONE_PROCESS
 from prefed.training.attackers import Attackers
 from prefed.training.mean import Mean
-from prefed.training.run import ONE_PROCESS
 from prefed.training.settings import Settings
 
 Values = dict[str, Tensor]

@@ -18,10 +18,11 @@ from prefed.flower.kept_state import KeptState, state_directory
 from prefed.flower.wire import pack_message, unpack
 from prefed.rules import State
 from prefed.training.admission import Spec, broadcast
+from prefed.training.block_state import first_kept
 from prefed.training.engines.sequential import Sequential
 from prefed.training.messages import Message as PackedMessage
 from prefed.training.messages import receive, to_mean, upload
-from prefed.training.round import Server, first_kept
+from prefed.training.server_state import Server
 
 if TYPE_CHECKING:
     from prefed.flower.secure.fixed_point import Integers

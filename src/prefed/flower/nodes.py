@@ -7,12 +7,13 @@ partition id: one each if there are as many nodes as clients.
 
 import time
 from collections.abc import Callable
-from logging import WARNING
+from logging import INFO, WARNING
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
+from prefed.core.errors import RunFailed
 from prefed.flower import protocol as p
 from prefed.flower.replies import exchange
 from prefed.training.admission import Refused
@@ -48,6 +49,24 @@ class Nodes:
             if enough() or time.monotonic() >= end:
                 return enough()
             time.sleep(PAUSE)
+
+    def gather(self, grid: Grid, needed: int, seconds: float) -> None:
+        """Wait for so many; RunFailed if they do not come."""
+        told = -1
+
+        def enough() -> bool:
+            nonlocal told
+            there = len(self.nodes)
+            if there < needed and there != told:
+                log(INFO, "Waiting for nodes to connect: %d connected (minimum required: %d).",
+                    there, needed)  # fmt: skip
+                told = there
+            return there >= needed
+
+        if not self.wait(grid, enough, seconds):
+            raise RunFailed(
+                f"{len(self.nodes)} nodes are there after {seconds:g} s, {needed} are needed"
+            )
 
     def refresh(self, grid: Grid, seconds: float) -> None:
         """See who has come and who has gone; ask those who are new."""

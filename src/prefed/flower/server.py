@@ -44,14 +44,16 @@ from prefed.flower.replies import exchange
 from prefed.flower.wire import pack, unpack_message
 from prefed.rules import State
 from prefed.training.admission import Admission, Refused, UntrustedUpdate, expected
+from prefed.training.block_state import first_kept
 from prefed.training.client_evaluation import ClientEvaluation, Score
 from prefed.training.means.choice import Means
 from prefed.training.messages import to_mean
 from prefed.training.observers import Callback
-from prefed.training.round import Server, first_kept, traffic
 from prefed.training.run import Run
+from prefed.training.server_state import Server
 from prefed.training.settings import Settings
 from prefed.training.task import Task
+from prefed.training.traffic import traffic
 from prefed.training.trainer import Arrived, Record, Trainer
 
 GRACE = 10.0

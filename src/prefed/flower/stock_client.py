@@ -9,42 +9,32 @@ or, with a training loop of one's own around prefed.optim.Covariance, `load_stat
 `state_record` after it.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from glob import escape
-from typing import Any, cast
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
-from prefed.algorithms import ALGORITHMS, Algorithm
+from prefed.algorithms import Algorithm
 from prefed.core import batch
 from prefed.core.batch import Inputs
 from prefed.core.errors import PrefedError
 from prefed.core.flat_model import FlatModel
-from prefed.core.layout import Layout
 from prefed.core.losses import by_targets, tensor_of
 from prefed.flower import protocol as p
-from prefed.flower.kept_state import NEVER, KeptState, state_directory
-from prefed.flower.statedict import StateDict
-from prefed.flower.wire import pack, unpack
+from prefed.flower.kept_state import KeptState, state_directory
+from prefed.flower.strategy_message import Asked, Order
+from prefed.flower.wire import pack
 from prefed.optim import Covariance
 from prefed.rules import Field, State
-from prefed.training.admission import Spec, broadcast
-from prefed.training.checks import check_parts
-from prefed.training.round import (
-    BUFFERS,
-    PERSONAL,
-    STEPS,
-    Block,
-    Server,
-    first_kept,
-    local_update,
-    policy,
-)
+from prefed.training.admission import Spec
+from prefed.training.block import Block
+from prefed.training.block_state import first_kept
+from prefed.training.round import local_update
+from prefed.training.server_state import BUFFERS, PERSONAL, STEPS, Server, policy
 from prefed.training.task import Loss
 
 Batch = tuple[Inputs, Tensor]
@@ -67,7 +57,7 @@ def local_train(
     samples     the number for the server's weighting; by default all samples in the batches
     algorithm   for one that is not prefed's own, which a server cannot name
     """
-    asked = _Asked(message.content)
+    asked = Asked(message.content)
     algorithm = algorithm or asked.algorithm()
     steps = [_pair(of_step) for of_step in batches]
     if not steps:
@@ -81,12 +71,8 @@ def local_train(
     with torch.no_grad(), torch.random.fork_rng():
         some = batch.moved(batch.part(steps[0][0], slice(0, 2)), flat.weights.device)
         flat.buffers.watch(partial(batch.call, model), some)
-    order = _Order(asked.shape.layout, flat.shared)
-    start = flat.weights.clone()
-    weights, buffers = asked.shape.read(asked.arrays)
-    reference = Server.start(algorithm, asked.shape.layout, weights, buffers)
-    specs = broadcast(algorithm, reference)
-    shared = unpack(asked.state, {n: specs[n] for n in reference.shared})
+    order, start = Order(asked.shape.layout, flat.shared), flat.weights.clone()
+    shared = asked.shared(algorithm)
     server = Server(
         asked.round,
         start[:size],
@@ -94,7 +80,7 @@ def local_train(
         {},
         {n: order.to_model(v).to(start.device) for n, v in shared.items()},
         flat.shared,
-        reference.steps.to(start.device),
+        start.new_zeros((), dtype=torch.int64),
         start[size:],
     )
     keeps, began = _kept(context, asked, algorithm, flat)
@@ -123,7 +109,7 @@ def load_model(message: Message, context: Context, model: nn.Module) -> None:
     """Load what this client would use: the message's arrays, with the parts of the model and the
     statistics that it keeps. For the evaluate function of an app whose train function ends in
     `local_train`."""
-    asked = _Asked(message.content)
+    asked = Asked(message.content)
     algorithm = asked.algorithm()
     training = model.training
     flat, size = asked.load(model, algorithm)
@@ -140,7 +126,7 @@ def _store(context: Context) -> KeptState:
 
 
 def _kept(
-    context: Context, asked: "_Asked", algorithm: Algorithm, flat: FlatModel
+    context: Context, asked: Asked, algorithm: Algorithm, flat: FlatModel
 ) -> tuple[State, State]:
     """What a client keeps before it has taken part, and what this one has kept."""
     first = first_kept(algorithm, flat)
@@ -151,7 +137,7 @@ def _kept(
 
 def load_state(message: Message, model: nn.Module, optimiser: Covariance) -> None:
     """Give the optimiser the m and P that the server sent; what it did not send begins at zero."""
-    asked = _Asked(message.content)
+    asked = Asked(message.content)
     parts = {}
     for name, vector in asked.vectors().items():
         parts[name] = asked.shape.layout.views(vector)
@@ -167,7 +153,7 @@ def load_state(message: Message, model: nn.Module, optimiser: Covariance) -> Non
 
 def state_record(message: Message, model: nn.Module, optimiser: Covariance) -> ArrayRecord:
     """The optimiser's m and P for the reply, as reply["prefed-state"] = state_record(...)."""
-    asked = _Asked(message.content)
+    asked = Asked(message.content)
     algorithm, held = asked.algorithm(), asked.vectors()
     vectors = {n: v for n, v in held.items() if policy(algorithm, n).sent(asked.round)}
     for field, vector in vectors.items():
@@ -187,109 +173,6 @@ def tell_partition(app: ClientApp) -> None:
         if not isinstance(number, int):
             raise PrefedError(f"start this SuperNode with --node-config '{p.PARTITION}=0'")
         return Message(RecordDict({p.NODE: ConfigRecord({p.PARTITION: number})}), reply_to=message)
-
-
-class _Asked:
-    """A strategy's message, taken apart."""
-
-    def __init__(self, content: RecordDict) -> None:
-        arrays = [r for key, r in content.array_records.items() if key != p.STATE]
-        configs = [r for r in content.config_records.values() if p.ALGORITHM in r]
-        if len(arrays) != 1 or len(configs) != 1:
-            raise PrefedError("the message is not from a strategy of prefed.flower")
-        self.arrays, (self.config,) = arrays[0], configs
-        self.state = content.get(p.STATE, ArrayRecord())
-        self.question = bool(self.config.get(p.QUESTION, False))
-        self.round = int(self.config["server-round"]) - 1  # type: ignore[arg-type]
-        self.after = int(self.config.get(p.AFTER, NEVER))  # type: ignore[arg-type]
-        buffers, personal = (cast(Any, self.config.get(k, ())) for k in (p.BUFFERS, p.PERSONAL))
-        self.shape = StateDict(self.arrays, list(buffers), [escape(name) for name in personal])
-
-    def load(self, model: nn.Module, algorithm: Algorithm) -> tuple[FlatModel, int]:
-        """The model with the arrays, as flat vectors, and the size of the part that is shared."""
-        model.load_state_dict(self.arrays.to_torch_state_dict())
-        flat = FlatModel(model.train(), algorithm.personal)
-        check_parts(algorithm, flat)
-        trained = {entry.name for entry in flat.layout.entries}
-        stay = trained - {entry.name for entry in flat.shared.entries}
-        if other := sorted(stay ^ (trained & {*self.shape.personal})):
-            raise PrefedError(
-                f"personal: the server, which has the names of parameters and no model, and this "
-                f"client do not agree on {', '.join(other)}; name parameters in place of @norm "
-                f"and @last"
-            )
-        return flat, flat.shared.size
-
-    def algorithm(self) -> Algorithm:
-        options = json.loads(str(self.config[p.ALGORITHM]))
-        name = options.pop("name")
-        chosen = [name, *(value for key, value in options.items() if key != "personal")]
-        if own := [text for text in _texts(chosen) if ":" in text]:
-            # A message must not choose what is imported here.
-            raise PrefedError(f"the server runs {own[0]}: hand the algorithm to local_train")
-        return ALGORITHMS.get(name)(**options)
-
-    def vectors(self) -> dict[str, Tensor]:
-        if self.shape.personal:
-            raise PrefedError("personal: parts that stay with a client need local_train")
-        weights, buffers = self.shape.read(self.arrays)
-        algorithm = self.algorithm()
-        if algorithm.align:
-            raise PrefedError("align: moving along the mean change needs local_train")
-        if any(policy.kept_between for policy in algorithm.sharing().values()):
-            raise PrefedError('between="keep": state that stays with a client needs local_train')
-        server = Server.start(algorithm, self.shape.layout, weights, buffers)
-        specs = broadcast(algorithm, server)
-        return unpack(self.state, {name: specs[name] for name in server.shared})
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in lists and tables."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item)
-
-
-class _Order:
-    """From the server's vector, in the order of the state dict, to the model's and back. The model
-    may have frozen parameters, which it does not train, and another memory layout."""
-
-    def __init__(self, server: Layout, model: Layout) -> None:
-        self.server, self.model = server, model
-        shapes = {entry.name: entry.shape for entry in server.entries}
-        for entry in model.entries:
-            if shapes.get(entry.name) != entry.shape:
-                raise PrefedError(f"the arrays of the server do not fit the model: {entry.name}")
-        self.same = server == model
-
-    def to_model(self, vector: Tensor) -> Tensor:
-        if self.same or vector.numel() == 1:
-            return vector.clone()
-        self._only_vectors(vector)
-        result = vector.new_empty(self.model.size)
-        there = self.server.views(vector)
-        for name, view in self.model.views(result).items():
-            view.copy_(there[name])
-        return result
-
-    def to_server(self, vector: Tensor, received: Tensor) -> Tensor:
-        if self.same or vector.numel() == 1:
-            return vector
-        result = received.clone()
-        there = self.server.views(result)
-        for name, view in self.model.views(vector).items():
-            there[name].copy_(view)
-        return result
-
-    def _only_vectors(self, vector: Tensor) -> None:
-        if tuple(vector.shape) != (self.server.size,):
-            raise PrefedError(
-                'state that is not one number for each weight (shape="full", the means of '
-                "FedAdamW) needs a model without frozen parameters, in the memory layout of the "
-                "server's"
-            )
 
 
 def _pair(found: Any) -> Batch:

@@ -5,18 +5,15 @@ a client rule of their own send what clients share in a second record beside the
 `prefed.flower.local_train` reads and answers in the user's ClientApp.
 """
 
-import inspect
 import json
 import math
-import statistics
-import textwrap
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import KW_ONLY, InitVar, dataclass
+from functools import partial
 from logging import INFO, WARNING
 from typing import Any, Literal, cast
 
-import torch
 from flwr.app import (
     ArrayRecord,
     ConfigRecord,
@@ -34,30 +31,24 @@ from prefed.algorithms import ALGORITHMS, Algorithm
 from prefed.core import draws
 from prefed.core.errors import PrefedError, RunFailed
 from prefed.flower import protocol as p
+from prefed.flower import strategy_log
 from prefed.flower.app_fit import Unfit, check_fit
 from prefed.flower.arrivals import Arrivals
-from prefed.flower.client_metrics import mean_metrics, said_steps, whole
+from prefed.flower.client_metrics import MetricsOf, reduced
 from prefed.flower.kept_state import NEVER
 from prefed.flower.nodes import Nodes, partition_id
 from prefed.flower.privacy import CentralDP
 from prefed.flower.replies import AsTheyCome, exchange
 from prefed.flower.statedict import StateDict
 from prefed.flower.strategy_checks import check
-from prefed.flower.wire import pack, unpack
-from prefed.rules import SGD, State
-from prefed.training.admission import LARGEST_COUNT, Admission, Refused, UntrustedUpdate, expected
-from prefed.training.checks import check_sharing
+from prefed.flower.strategy_server import StrategyServer
+from prefed.flower.wire import pack
+from prefed.training.admission import LARGEST_COUNT, Admission, Refused, expected
 from prefed.training.mechanism import Mechanism
-from prefed.training.messages import depends_on_steps, mean_steps, to_mean
 from prefed.training.privacy_setting import Privacy
-from prefed.training.private_runs import check_private
-from prefed.training.round import LOCAL_STEPS, Server, server_update
-
-FAR = 100
-"""Times the median: a number of local steps beyond it is not believed."""
+from prefed.training.server_state import Server
 
 RecordType = ArrayRecord | MetricRecord | ConfigRecord
-MetricsOf = Callable[[list[RecordDict], str], MetricRecord]
 
 
 @dataclass(eq=False, repr=False)
@@ -116,20 +107,14 @@ class Strategy(FlowerStrategy):
             self.min_fraction = quorum
         self.means = check(self)
         self.members = Nodes(partition_id if self.ask_partitions else None)
-        self.shape: StateDict | None = None
-        self.server: Server | None = None
-        """The global state, with the optimiser's, from the first round on."""
+        self._begun: StrategyServer | None = None
+        """The server, from the first round on."""
         self.after: dict[int, int] = {}
         """For each client that keeps state, the round it last took part in."""
         self.arrivals: Arrivals | None = None
-        self.mechanism: Mechanism | None = None
-        """Of prefed.Privacy, from the first round on, with the ledger of what was released."""
         self._metrics: dict[int, RecordDict] = {}
-        self._needs_steps = False
-        """Whether the server's part depends on how many local steps there were."""
         self._is_fit = False
         """Whether a client has been asked what its app sends."""
-        self._arrays: ArrayRecord | None = None
         self._asked: dict[int, int] = {}
         """Node -> client, of the round that is under way."""
         self._evaluating = 0
@@ -137,39 +122,37 @@ class Strategy(FlowerStrategy):
         self._round: tuple[ArrayRecord, ConfigRecord]
         """What the clients of this round are sent."""
 
+    @property
+    def shape(self) -> StateDict | None:
+        """Where the state dict has weights and buffers, from the first round on."""
+        return None if self._begun is None else self._begun.shape
+
+    @property
+    def server(self) -> Server | None:
+        """The global state, with the optimiser's, from the first round on."""
+        return None if self._begun is None else self._begun.state
+
+    @property
+    def mechanism(self) -> Mechanism | None:
+        """Of prefed.Privacy, from the first round on, with the ledger of what was released."""
+        return None if self._begun is None else self._begun.mechanism
+
     def summary(self) -> None:
-        log(INFO, "\t├──> %s settings:", type(self.algorithm).__name__)
-        options = ", ".join(f"{key}={value!r}" for key, value in self.algorithm)
-        for line in textwrap.wrap(options, 52, break_long_words=False):
-            log(INFO, "\t│\t%s", line)
-        log(INFO, "\t├──> Sampling:")
-        log(INFO, "\t│\t├──Fraction: train (%.2f) | evaluate ( %.2f)",
-            self.fraction_train, self.fraction_evaluate)  # fmt: skip
-        log(INFO, "\t│\t├──Minimum nodes: train (%d) | evaluate (%d)",
-            self.min_train_nodes, self.min_evaluate_nodes)  # fmt: skip
-        log(INFO, "\t│\t├──Minimum available nodes: %d", self.min_available_nodes)
-        log(INFO, "\t│\t└──Usable updates needed: %.2f of a cohort, asked again %d times",
-            self.min_fraction, self.retries)  # fmt: skip
-        log(INFO, "\t└──> Keys in records:")
-        log(INFO, "\t\t├── Weighted by: '%s'", self.weighted_by_key)
-        log(INFO, "\t\t├── ArrayRecord key: '%s'", self.arrayrecord_key)
-        log(INFO, "\t\t└── ConfigRecord key: '%s'", self.configrecord_key)
+        strategy_log.summary(self)
 
     # Training
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        self._load(arrays, is_first=server_round == 1)
+        server = self._load(arrays, is_first=server_round == 1)
         cohort = self._draw(grid, server_round, "train", self.fraction_train, self.min_train_nodes)
-        self._check_budget(server_round, len(cohort))
-        assert self.server is not None
-        assert self.shape is not None
-        self.server.round = server_round - 1
-        specs = expected(self.algorithm, self.server)
+        server.check_budget(server_round, len(cohort))
+        algorithm, state = self.algorithm, server.state
+        state.round = server_round - 1
         admission = Admission(
-            specs,
-            self.server.round,
+            expected(algorithm, state),
+            state.round,
             cohort,
             largest_count=self.largest_count,
             norm_cap=self.norm_cap,
@@ -177,47 +160,32 @@ class Strategy(FlowerStrategy):
         by_samples = self.weighting == "samples"
         weight = lambda client, samples: float(samples) if by_samples else 1.0  # noqa: E731
         if server_round == 1:
-            self.means.check(self.algorithm, self.server, len(cohort), self.weighting)
-        mean = self.means.collect(self.algorithm, self.server, len(cohort), self.seed)
-        self.arrivals = Arrivals(admission, cohort, weight, self._averaged, mean)
+            self.means.check(algorithm, state, len(cohort), self.weighting)
+        mean = self.means.collect(algorithm, state, len(cohort), self.seed)
+        self.arrivals = Arrivals(admission, cohort, weight, server.averaged, mean)
         self._metrics = {}
         config["server-round"] = server_round
-        if arrays is self._arrays and self.server.over_rounds:
-            arrays = self.shape.write(self.server.weights, self.server.buffers)
-        self._round = arrays, config
+        self._round = server.sent(arrays), config
         return self._messages(cohort)
 
-    def _check_budget(self, round: int, asked: int) -> None:
-        """Raise before a round that would spend more than is allowed."""
-        if isinstance(self.privacy, CentralDP):
-            self.privacy.check_budget(asked)
-        if self.mechanism is not None:
-            from flwr.serverapp.exception import PrivacyBudgetExhausted
-
-            self.mechanism.cohort = asked
-            if reason := self.mechanism.over(round - 1):
-                raise PrivacyBudgetExhausted(reason)
-
-    def _averaged(self, update: UntrustedUpdate) -> State:
-        steps = torch.tensor([float(update.steps or self.local_steps or 1)], dtype=torch.float64)
-        if isinstance(self.privacy, CentralDP):
-            return self.privacy.clip(dict(update.values)) | {LOCAL_STEPS: steps}
-        values = to_mean(self.algorithm, dict(update.values), steps)
-        if self.mechanism is not None:
-            assert self.server is not None
-            return self.mechanism.contribution(self.server, values)
-        return values
+    def _load(self, arrays: ArrayRecord, is_first: bool = False) -> StrategyServer:
+        """The server, with the model of the arrays of this round."""
+        if self._begun is None:
+            self._begun = StrategyServer(self, arrays)
+        else:
+            self._begun.load(arrays, is_first)
+        return self._begun
 
     def _messages(self, clients: list[int]) -> list[Message]:
         """One message for each client: the model, the user's config, and what our own
         `local_train` wants to know, which stock apps leave alone."""
-        assert self.server is not None
+        assert self._begun is not None
         assert self.arrivals is not None
         self._asked, messages = {}, []
         arrays, config = self._round
         content: dict[str, RecordType] = {self.arrayrecord_key: arrays}
-        if self.server.shared:
-            content[p.STATE] = pack(self.server.shared)
+        if shared := self._begun.state.shared:
+            content[p.STATE] = pack(shared)
         for client in clients:
             node = self.members.nodes.get(client)
             if node is None:
@@ -230,11 +198,11 @@ class Strategy(FlowerStrategy):
 
     def _told(self, config: ConfigRecord, client: int) -> ConfigRecord:
         """The user's config, and what our own functions in a ClientApp go by."""
-        assert self.shape is not None
+        assert self._begun is not None
         ours: dict[str, Any] = {
             p.ALGORITHM: tell(self.algorithm),
             p.BUFFERS: list(self.buffers),
-            p.PERSONAL: self.shape.personal,
+            p.PERSONAL: self._begun.shape.personal,
             p.AFTER: self.after.get(client, NEVER),
         }
         return ConfigRecord({**config, **ours})
@@ -243,164 +211,32 @@ class Strategy(FlowerStrategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Take the replies one by one; without a quorum nothing changes and nothing comes back."""
-        arrivals, server, shape = self.arrivals, self.server, self.shape
+        arrivals, server = self.arrivals, self._begun
         assert arrivals is not None
         assert server is not None
-        assert shape is not None
+        specs = arrivals.admission.specs
         for reply in replies:
             client = self._asked.get(reply.metadata.src_node_id)
             if client is None:
                 log(WARNING, "a reply from node %d was not asked for", reply.metadata.src_node_id)
             elif reply.has_error():
                 arrivals.refuse(client, Refused(f"failed: {str(reply.error.reason)[:500]}"))
-            else:
-                self._take(arrivals, client, reply.content)
-        admitted, asked = len(arrivals.admission.admitted), len(arrivals.position)
-        _log_received("train", admitted, len(arrivals.refused))
+            elif arrivals.take(client, partial(server.read, client, reply.content, specs)):
+                (found,) = reply.content.metric_records.values()
+                self._metrics[client] = RecordDict({"metrics": found})
+        admitted = arrivals.admission.admitted
+        strategy_log.received("train", len(admitted), len(arrivals.refused))
         if not self._enough():
             return None, None
-        mean, _ = arrivals.mean.result()
-        if self.mechanism is not None:
-            self.mechanism.spend(server_round, list(arrivals.position))
-            mean = self.mechanism.release(server, mean, admitted, asked)
-        elif isinstance(self.privacy, CentralDP):
-            self.privacy.spend(asked)
-            mean["weights"] = self.privacy.noise(mean["weights"], admitted, asked)
-            mean.pop("buffers", None)  # statistics of the clients stay with them
-        population = max(len(self.members.nodes), asked)
-        contents = [self._metrics[c] for c in arrivals.position if c in self._metrics]
-        steps = self._steps(mean_steps(mean), contents)
-        self._warn_of_own_training(contents)
-        took_part = asked if self.mechanism is not None else admitted
-        server_update(self.algorithm, server, mean, steps, took_part / population)
-        self.after |= dict.fromkeys(arrivals.admission.admitted, server_round - 1)
-        self._arrays = shape.write(*server.model(), counters=server.buffers)
-        return self._arrays, self._reduce(self.train_metrics_aggr_fn or mean_metrics, contents)
-
-    def _take(self, arrivals: Arrivals, client: int, content: RecordDict) -> None:
-        assert self.server is not None
-        assert self.shape is not None
-        server, shape, found = self.server, self.shape, MetricRecord()
-
-        def read() -> UntrustedUpdate:
-            nonlocal found
-            found, record = self._records(content)
-            check_fit(*self._needs, content)
-            weights, buffers = shape.read(record)
-            values = {"weights": weights.sub_(server.weights)}
-            if "buffers" in arrivals.admission.specs:
-                values["buffers"] = buffers
-            if server.shared:
-                sent = {n: s for n, s in arrivals.admission.specs.items() if n in server.shared}
-                values |= unpack(content.get(p.STATE), sent)
-            loss, round = found.get(p.LOSS, 0.0), found.get(p.TRAINED, server.round)
-            samples = whole(found.get(self.weighted_by_key))
-            steps = said_steps(content) if self._learns_steps else None
-            return UntrustedUpdate(client, round, samples, loss, values, steps)
-
-        if arrivals.take(client, read) is not None:
-            self._metrics[client] = RecordDict({"metrics": found})
-
-    def _records(self, content: RecordDict) -> tuple[MetricRecord, object]:
-        """The one metric record, and the one array record that is not our own."""
-        if len(content.metric_records) != 1:
-            raise Refused(f"{len(content.metric_records)} metric records, not one")
-        arrays = [r for key, r in content.array_records.items() if key != p.STATE]
-        if len(arrays) != 1:
-            raise Refused(f"{len(arrays)} array records, not one")
-        return next(iter(content.metric_records.values())), arrays[0]
-
-    @property
-    def _learns_steps(self) -> bool:
-        return self._needs_steps and self.local_steps is None
-
-    @property
-    def _needs(self) -> tuple[Algorithm, Collection[str], bool]:
-        """What a client's app must know of."""
-        assert self.server is not None
-        return self.algorithm, self.server.shared, self._learns_steps
-
-    def _steps(self, mean: float, contents: list[RecordDict]) -> float:
-        """The mean number of local steps, without what is far above the median: no single client
-        can move it far."""
-        said = [n for content in contents if (n := said_steps(content)) is not None]
-        if not self._needs_steps or not said:
-            return mean
-        if self.local_steps is not None:
-            if any(n != self.local_steps for n in said):
-                log(WARNING, "local_steps is %d, and clients say that they took %d to %d",
-                    self.local_steps, min(said), max(said))  # fmt: skip
-            return mean
-        most = FAR * statistics.median_low(said)
-        if max(said) <= most:
-            return mean
-        log(WARNING, "a client says that it took %d local steps, and others about %d: it is not "
-            "counted", max(said), most // FAR)  # fmt: skip
-        return statistics.fmean(n for n in said if n <= most)
-
-    def _warn_of_own_training(self, contents: list[RecordDict]) -> None:
-        """In the first round, of a rule on the clients that is not followed and not missed."""
-        assert self.server is not None
-        plain = self.algorithm.client_rule() == SGD()
-        if self.server.round == 0 and not plain and not self.server.shared:
-            own = sum(p.TRAINED not in content["metrics"] for content in contents)
-            if own:
-                log(WARNING, "%d of %d clients train in their own way: %s has a rule for clients, "
-                    "which prefed.flower.local_train in the ClientApp follows",
-                    own, len(contents), type(self.algorithm).__name__)  # fmt: skip
-
-    def _load(self, arrays: ArrayRecord, is_first: bool = False) -> None:
-        """Take the model from the arrays of this round: the first, or what a wrapper made of
-        ours."""
-        if self.shape is None:
-            self.shape = StateDict(arrays, self.buffers, self.algorithm.personal)
-        if self.server is None:
-            weights, buffers = self.shape.read(arrays)
-            check_sharing(self.algorithm, self.shape.layout)
-            self.server = Server.start(self.algorithm, self.shape.layout, weights, buffers)
-            self._needs_steps = depends_on_steps(self.algorithm, self.server)
-            if self.privacy is not None and self._learns_steps:
-                raise PrefedError(
-                    f"local_steps: {type(self.algorithm).__name__} divides by it, and what clients "
-                    f"say of it has no privacy; give local_steps= to the strategy"
-                )
-            if isinstance(self.privacy, Privacy):
-                check_private(self.algorithm, self.server, self.privacy, self.local_steps)
-                run = 1, 1, 1, self.local_steps, self.seed
-                self.mechanism = Mechanism(self.privacy, self.algorithm, *run, secret=True)
-                self.mechanism.prepare()
-        elif arrays is not self._arrays:
-            if self.server.over_rounds and not is_first:
-                raise PrefedError(
-                    "mean_of_rounds: clients go on from other weights than those that are handed "
-                    "over, and something around this strategy changes the latter; set it to None"
-                )
-            weights, buffers = self.shape.read(arrays)
-            self.server.weights.copy_(weights)
-            self.server.buffers.copy_(buffers)
-            if self.server.over_rounds:  # another start
-                self.server.over_rounds["rounds"].zero_()
+        metrics = [self._metrics[c] for c in arrivals.position if c in self._metrics]
+        arrays = server.step(arrivals, metrics, len(self.members.nodes))
+        self.after |= dict.fromkeys(admitted, server_round - 1)
+        return arrays, reduced(self.train_metrics_aggr_fn, metrics, self.weighted_by_key)
 
     def _draw(self, grid: Grid, round: int, purpose: str, fraction: float, least: int) -> list[int]:
         """Clients drawn from those that are there, by (seed, round)."""
         least = max(least, 1)
-        needed = max(least, self.min_available_nodes)
-        told = -1
-
-        def enough() -> bool:
-            nonlocal told
-            there = len(self.members.nodes)
-            if there < needed and there != told:
-                log(INFO, "Waiting for nodes to connect: %d connected (minimum required: %d).",
-                    there, needed)  # fmt: skip
-                told = there
-            return there >= needed
-
-        if not self.members.wait(grid, enough, self.join_seconds):
-            raise RunFailed(
-                f"{len(self.members.nodes)} nodes are there after {self.join_seconds:g} s, "
-                f"{needed} are needed"
-            )
+        self.members.gather(grid, max(least, self.min_available_nodes), self.join_seconds)
         clients = sorted(self.members.nodes)
         size = min(max(int(len(clients) * fraction), least), len(clients))
         log(INFO, "configure_%s: Sampled %d nodes (out of %d)", purpose, size, len(clients))
@@ -445,17 +281,8 @@ class Strategy(FlowerStrategy):
                 log(WARNING, "evaluation on node %d is not used: it should be one record of "
                     "metrics with %r in it", node, self.weighted_by_key)  # fmt: skip
         if asked:
-            _log_received("evaluate", len(contents), asked - len(contents))
-        return self._reduce(self.evaluate_metrics_aggr_fn or mean_metrics, contents)
-
-    def _reduce(self, reduce: MetricsOf, contents: list[RecordDict]) -> MetricRecord | None:
-        if not contents:
-            return None
-        try:
-            return reduce(contents, self.weighted_by_key)
-        except Exception as error:  # metrics are what clients made of them; a run goes on without
-            log(WARNING, "the metrics could not be reduced: %s", error)
-            return None
+            strategy_log.received("evaluate", len(contents), asked - len(contents))
+        return reduced(self.evaluate_metrics_aggr_fn, contents, self.weighted_by_key)
 
     # The run
 
@@ -498,8 +325,8 @@ class Strategy(FlowerStrategy):
     def _ask_first(self, grid: Grid, messages: list[Message], timeout: float) -> None:
         """Before a cohort trains for nothing, ask one of it what its app sends: with `local_train`
         it says so at once, and without it its reply shows what is missing. Once in a run."""
-        assert self.server is not None
-        asks = self.server.shared or self._learns_steps or self.algorithm.personal
+        assert self._begun is not None
+        asks = any(self._begun.needs[1:]) or self.algorithm.personal
         if self._is_fit or not messages or not asks:
             return
         self._is_fit, node = True, messages[0].metadata.dst_node_id
@@ -513,7 +340,7 @@ class Strategy(FlowerStrategy):
                 log(WARNING, "client %d did not answer: %s", self._asked[node], reply)
                 continue
             try:
-                check_fit(*self._needs, reply.content)
+                check_fit(*self._begun.needs, reply.content)
             except Unfit as problem:
                 raise PrefedError(
                     f"client {self._asked[node]} (no other was asked yet): {problem}"
@@ -525,28 +352,6 @@ class Strategy(FlowerStrategy):
         return admitted >= max(1, math.ceil(self.min_fraction * asked))
 
 
-def _log_received(stage: str, results: int, failures: int) -> None:
-    log(INFO, "aggregate_%s: Received %d results and %d failures", stage, results, failures)
-
-
 def tell(algorithm: Algorithm) -> str:
     name = ALGORITHMS.name_of(type(algorithm))
     return json.dumps({"name": name, **algorithm.model_dump(mode="json")})
-
-
-def make_strategy(kind: type[Algorithm]) -> Callable[..., Strategy]:
-    """The constructor of a strategy: options of the algorithm and of the strategy in one."""
-    named = cast(type[Strategy], type(kind.__name__, (Strategy,), {}))  # Flower logs the name
-
-    def make(**options: Any) -> Strategy:
-        known = {*kind.model_fields, *kind.contrib_options}
-        ours = {k: v for k, v in options.items() if k in known}
-        theirs = {k: v for k, v in options.items() if k not in known}
-        for name in theirs:
-            if name not in inspect.signature(Strategy).parameters:
-                kind(**{name: theirs[name]})  # raises, with the nearest name
-        return named(kind(**ours), **theirs)
-
-    make.__name__ = make.__qualname__ = kind.__name__
-    make.__doc__ = f"{kind.__doc__}\n\n{Strategy.__doc__}"
-    return make

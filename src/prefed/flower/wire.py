@@ -18,7 +18,7 @@ from prefed.core.errors import PrefedError
 from prefed.training.admission import Refused, Spec
 from prefed.training.messages import Message as PackedMessage
 from prefed.training.messages import receive
-from prefed.training.round import Server, codec_of
+from prefed.training.server_state import Server, codec_of
 
 LONGEST_HEADER = 4096
 

@@ -23,7 +23,8 @@ from prefed.experiments.measures import (
 from prefed.experiments.ranking import Group
 from prefed.experiments.stats import student_interval
 from prefed.experiments.stored_runs import StoredRun
-from prefed.experiments.study import Point, Runs, StudyRuns
+from prefed.experiments.study import Point
+from prefed.experiments.study_runs import Runs, StudyRuns
 from prefed.report.curves import COLOURS
 from prefed.report.figures import to_bytes
 

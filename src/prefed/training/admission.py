@@ -15,7 +15,7 @@ from torch import Tensor
 
 from prefed.algorithms import Algorithm
 from prefed.core.layout import Layout
-from prefed.training.round import Server
+from prefed.training.server_state import Server
 
 LARGEST_COUNT = 10_000_000
 """Samples of one client that are believed, if nothing better is known."""

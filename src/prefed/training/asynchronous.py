@@ -23,6 +23,11 @@ from pydantic import (
 
 from prefed.core.errors import PrefedError, explain
 
+ONE_PROCESS = (
+    "asynchronous: is for simulations in one process, not for several ranks (torchrun) and not for "
+    "Flower's nodes; leave it out, or set workers in place of ranks"
+)
+
 
 class Asynchronous(BaseModel):
     """The server waits for no one: it steps as soon as its buffer is full of updates, whatever

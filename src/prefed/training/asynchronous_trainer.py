@@ -23,10 +23,12 @@ from prefed.training.clock import Clock
 from prefed.training.engines.engine import Engine, as_averaged, receive_block
 from prefed.training.events import Events, Filled, Job, Population, Work
 from prefed.training.local_trainer import LocalTrainer
-from prefed.training.round import Server, Update, traffic
+from prefed.training.round import Update
+from prefed.training.server_state import Server
 from prefed.training.settings import Settings
 from prefed.training.stale import brought_up_to_date, with_all
 from prefed.training.task import Task
+from prefed.training.traffic import traffic
 from prefed.training.trainer import Arrived, Record
 from prefed.training.underway import Held, Underway, Waiting, joined, part_of, runs
 

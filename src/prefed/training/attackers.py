@@ -23,7 +23,8 @@ from prefed.core.registry import Registry
 from prefed.data import FederatedData
 from prefed.data.flipped_labels import flip_labels
 from prefed.rules import State
-from prefed.training.round import Server, Update, policy
+from prefed.training.round import Update
+from prefed.training.server_state import Server, policy
 
 if TYPE_CHECKING:
     from prefed.training.settings import Settings

@@ -1,5 +1,5 @@
-"""What is looked at before the first round: whether an algorithm's rules, its sharing policy and
-its options can work with the model."""
+"""What is looked at before the first round: whether settings fit the data, and whether an
+algorithm's rules, its sharing policy and its options can work with the model."""
 
 import torch
 from torch import Tensor
@@ -10,18 +10,63 @@ from prefed.codecs import codec
 from prefed.core.errors import PrefedError
 from prefed.core.flat_model import FlatModel
 from prefed.core.layout import Layout
+from prefed.core.machine import torch_threads
 from prefed.core.schedule import at
 from prefed.data import FederatedData
 from prefed.rules import Rule
 from prefed.rules.grouped import check_groups
 from prefed.rules.halved import check_halved
 from prefed.rules.rule import BLOCK, OTHER
-from prefed.training.round import policy, shared_fields
+from prefed.training.block_state import shared_fields
+from prefed.training.other_gradients import check_other
+from prefed.training.server_state import policy
 from prefed.training.settings import Settings
 from prefed.training.task import Task
+from prefed.training.task_trial import try_out
 
 TRIED = 100
 """Steps that a rule may leave the weights as they are."""
+
+
+def check_settings(algorithm: Algorithm, data: FederatedData, settings: Settings) -> None:
+    """Compare what a run is given, before anything is made of it."""
+    if not isinstance(algorithm, Algorithm):
+        raise PrefedError(f"algorithm: should be an Algorithm such as prefed.FedAvg(), "
+                          f"not {type(algorithm).__name__}")  # fmt: skip
+    if not isinstance(data, FederatedData):
+        raise PrefedError(
+            f"data: should be a prefed.FederatedData, as prefed.FederatedData([(x, y), ...]), "
+            f"not {type(data).__name__}"
+        )
+    if settings.clients_per_round is not None and settings.clients_per_round > len(data):
+        raise PrefedError(
+            f"clients_per_round: {settings.clients_per_round} is more than the "
+            f"{len(data)} clients there are"
+        )
+    if isinstance(settings.weighting, list) and len(settings.weighting) != len(data):
+        raise PrefedError(
+            f"weighting: has {len(settings.weighting)} weights, but there are "
+            f"{len(data)} clients; give one for each"
+        )
+    if settings.quorum > (asked := settings.clients_per_round or len(data)):
+        raise PrefedError(f"quorum: {settings.quorum} is more than the {asked} of a cohort")
+    if settings.local_epochs is not None and algorithm.client_rule().lockstep:
+        raise PrefedError(
+            f"local_epochs: clients of {type(algorithm).__name__} meet in every step, so all "
+            f"of them take equally many; set local_steps"
+        )
+
+
+def check_task(algorithm: Algorithm, task: Task, data: FederatedData, settings: Settings) -> None:
+    """Try the algorithm, the model and the data on each other."""
+    flat = task.flat
+    with torch_threads(1):
+        try_out(task, data)
+        check_single_samples(task, settings, data)
+        check_sharing(algorithm, flat.shared)
+        check_parts(algorithm, flat)
+        check_other(algorithm, task, data)
+        check_in_place(algorithm, flat, settings.steps(len(data.client(0))))
 
 
 def check_single_samples(task: Task, settings: Settings, data: FederatedData) -> None:

@@ -6,6 +6,7 @@ such as those that make a few local steps first (FedAvg + fine-tuning), take tur
 sequential engine all do, as on machines of their own.
 """
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,15 +22,19 @@ from prefed.core.errors import PrefedError
 from prefed.core.losses import WITH_CLASSES, are_labels, count_correct, ignored_label, is_one_of
 from prefed.core.parts import timed
 from prefed.data.samples import Samples
+from prefed.training.block_state import client_state, kept_by
 from prefed.training.engines.auto import Choice
 from prefed.training.engines.engine import Engine
 from prefed.training.engines.workers import Workers
-from prefed.training.round import BUFFERS, PERSONAL, Server, Update, client_state, kept_by
+from prefed.training.round import Update
+from prefed.training.server_state import BUFFERS, PERSONAL, Server
 from prefed.training.task import Task
 from prefed.training.trainer import Record
 
 if TYPE_CHECKING:
     from prefed.training.run import Run
+
+log = logging.getLogger("prefed")
 
 Weights = tuple[Tensor, Tensor]
 """All weights and the statistics of a client."""
@@ -54,6 +59,30 @@ class ClientEvaluation:
                 "finetune_steps: clients of this algorithm step together, none by itself; leave "
                 "it out, or take another algorithm"
             )
+
+    @classmethod
+    def of(cls, run: "Run") -> "ClientEvaluation | None":
+        """How a run evaluates its clients; None if they have nothing to be evaluated on."""
+        if run.data.client_tests is None:
+            for name in ("evaluate_clients", "evaluate_clients_every", "finetune_steps"):
+                if getattr(run.settings, name) is not None:
+                    raise PrefedError(
+                        f"{name}: clients have no test samples of their own; set data.client_test, "
+                        f"or in Python use data.hold_out(0.2) or FederatedData(..., client_tests=)"
+                    )
+            if run.server.personal.numel() and run.data.test is not None and run.trainer.leads:
+                log.warning(
+                    "the test set is evaluated with the global model, whose personal parts nobody "
+                    "trains; set data.client_test = 0.2 (in Python data.hold_out(0.2)) to evaluate "
+                    "each client with its own"
+                )
+            return None
+        if (run.settings.evaluate_clients or 0) > len(run.data):
+            raise PrefedError(
+                f"evaluate_clients: {run.settings.evaluate_clients} is more than the "
+                f"{len(run.data)} clients there are"
+            )
+        return cls(run)
 
     def choose(self) -> list[int]:
         """The clients of an evaluation: all, or a sample that depends on seed and round alone;

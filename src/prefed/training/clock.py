@@ -17,9 +17,10 @@ from prefed.core.draws import Floats, Numbers
 from prefed.core.errors import PrefedError
 from prefed.data import FederatedData
 from prefed.training.devices import Devices, Rates
-from prefed.training.round import Server, traffic
+from prefed.training.server_state import Server
 from prefed.training.settings import Settings
 from prefed.training.task import Task
+from prefed.training.traffic import traffic
 from prefed.training.trainer import Record
 
 FEW = 1 << 16

@@ -8,7 +8,7 @@ from torch import Tensor
 from prefed.algorithms import Algorithm
 from prefed.core.parts import timed
 from prefed.core.schedule import at
-from prefed.training.round import Server
+from prefed.training.server_state import Server
 
 SAMPLE = 100_000
 """Coordinates looked at: all of a small model, every n-th of a large one."""

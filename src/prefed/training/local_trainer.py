@@ -17,7 +17,8 @@ from prefed.core.parts import timed
 from prefed.data import FederatedData
 from prefed.rules import State
 from prefed.training.attackers import Attackers, Moments
-from prefed.training.engines.auto import MEASURED, Choice, choose, threads_of
+from prefed.training.block_state import client_state, first_kept, kept_by
+from prefed.training.engines.auto import MEASURED, Choice, Race, choose, threads_of
 from prefed.training.engines.engine import Engine, check_engine, train_block
 from prefed.training.engines.workers import Clients, Workers
 from prefed.training.kept import InMemory, OnDisk, Store, settle
@@ -26,7 +27,8 @@ from prefed.training.kept.estimate import Where
 from prefed.training.kept.store import unstacked
 from prefed.training.mean import Mean
 from prefed.training.means.choice import Means
-from prefed.training.round import Server, Update, client_state, first_kept, kept_by
+from prefed.training.round import Update
+from prefed.training.server_state import Server
 from prefed.training.settings import Settings
 from prefed.training.task import Task
 from prefed.training.trainer import Arrived, Record, Trainer
@@ -101,7 +103,7 @@ class LocalTrainer(Trainer):
 
     def _choose(self, server: Server, cohort: list[int]) -> Choice:
         parts = self.task, self.data, self.settings, self.algorithm
-        return choose(*parts, server, cohort, self.kept)
+        return choose(Race(*parts, server, cohort, self.kept))
 
     @timed("training, the rest")
     def train(self, server: Server, clients: list[int]) -> Arrived:

@@ -30,7 +30,8 @@ from prefed.training.accounting import Accountant
 from prefed.training.ledger import Ledger, Release
 from prefed.training.messages import averaged
 from prefed.training.privacy_setting import Privacy
-from prefed.training.round import BUFFERS, LOCAL_STEPS, Server, Update
+from prefed.training.round import Update
+from prefed.training.server_state import BUFFERS, LOCAL_STEPS, Server
 
 if TYPE_CHECKING:
     from prefed.training.trainer import Record

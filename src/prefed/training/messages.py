@@ -21,7 +21,8 @@ from prefed.core.errors import PrefedError
 from prefed.core.layout import Layout
 from prefed.core.parts import timed
 from prefed.rules import State
-from prefed.training.round import LOCAL_STEPS, LOST, Kept, Server, Update, codec_of
+from prefed.training.round import Update
+from prefed.training.server_state import LOCAL_STEPS, LOST, Kept, Server, codec_of
 
 Message = dict[str, Parts]
 """For each value that is sent, the parts its codec makes of it, with a row for each client."""

@@ -1,14 +1,26 @@
-"""Which runs can be private, and the mechanism of one that is to be."""
+"""Which runs can be private, and what comes of what clients send in one that is."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
 
 from prefed.algorithms import Algorithm
 from prefed.core.errors import PrefedError, did_you_mean
 from prefed.training.mechanism import Mechanism
 from prefed.training.messages import averaged, depends_on_steps
 from prefed.training.privacy_setting import Privacy
-from prefed.training.round import LOCAL_STEPS, Server, policy
+from prefed.training.server_state import LOCAL_STEPS, Server, policy
 from prefed.training.settings import Settings
+from prefed.training.trainer import Arrived, Record
+
+if TYPE_CHECKING:
+    from prefed.training.run import Run
+
+
+UNNOISED = ("update_norm", "drift", "left_out", "refused")
+"""What a trainer says of single clients or of a mean without noise."""
 
 
 def make_mechanism(
@@ -115,3 +127,22 @@ def _derived(algorithm: Algorithm) -> str:
     if "P" not in type(algorithm).model_fields:
         return ""
     return '; or set P = "derived", momentum = "derived", for which nothing is paid'
+
+
+def release(
+    run: "Run", record: Record, arrived: Arrived | None, cohort: list[int]
+) -> Arrived | None:
+    """What a private run goes on with: noise on what arrived, which may be nothing. The ledger
+    comes first. Of what clients sent, records have what was noised and no more."""
+    if (mechanism := run.mechanism) is None:
+        return arrived
+    for key in [key for key in record if key in UNNOISED]:
+        del record[key]
+    quorum = run.settings.quorum
+    if quorum > 1 and (arrived is None or arrived.clients < quorum):
+        return arrived
+    record |= mechanism.spend(run.server.round + 1, cohort)
+    here, asked = arrived or Arrived({}, 0.0, 0), mechanism.cohort
+    mean = mechanism.release(run.server, here.mean, here.clients, asked)
+    record["update_norm"] = float(torch.linalg.vector_norm(mean["weights"]))
+    return replace(here, mean=mean, loss=0.0, clients=asked)

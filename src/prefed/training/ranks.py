@@ -43,7 +43,7 @@ from prefed.training.local_trainer import SQUARE, LocalTrainer, spread
 from prefed.training.mean import Mean, Part
 from prefed.training.means.in_turn import Elsewhere, InTurn, Rows, is_wide
 from prefed.training.messages import averaged
-from prefed.training.round import Server
+from prefed.training.server_state import Server
 from prefed.training.settings import Settings
 from prefed.training.task import Task
 from prefed.training.trainer import Arrived

@@ -14,7 +14,7 @@ from prefed.core.errors import PrefedError
 from prefed.core.hashes import digest
 from prefed.core.safe_files import to_json, write_whole
 from prefed.rules import State
-from prefed.training.round import Server
+from prefed.training.server_state import Server
 from prefed.training.trainer import Record
 
 if TYPE_CHECKING:

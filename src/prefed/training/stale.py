@@ -24,7 +24,7 @@ from torch import Tensor
 from prefed.algorithms import Algorithm
 from prefed.rules import State
 from prefed.training.asynchronous import Asynchronous
-from prefed.training.round import BUFFERS, Server, policy
+from prefed.training.server_state import BUFFERS, Server, policy
 
 
 def brought_up_to_date(

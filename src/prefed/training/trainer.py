@@ -18,7 +18,7 @@ from torch import Tensor
 from prefed.core.errors import PrefedError
 from prefed.core.memory import all_finite
 from prefed.rules import State
-from prefed.training.round import Server
+from prefed.training.server_state import Server
 
 if TYPE_CHECKING:
     from prefed.training.client_evaluation import ClientEvaluation, Score

@@ -44,8 +44,8 @@ class TrainingObjective:
             self.minimum = self._minimum()
 
     def evaluate(self) -> Record:
-        """For the record of a round, after which the task of the run holds the global model."""
-        self.task.flat.module.load_state_dict(self.run.task.flat.module.state_dict())
+        """At the global model, for the record of a round."""
+        self.task.flat.module.load_state_dict(self.run.model().state_dict())
         with torch_threads(1):
             value = self._value()
         found: Record = {"objective": value}

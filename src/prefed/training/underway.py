@@ -14,7 +14,8 @@ from prefed.core.errors import PrefedError
 from prefed.rules import State
 from prefed.training.asynchronous import Asynchronous
 from prefed.training.events import Job
-from prefed.training.round import Server, Update
+from prefed.training.round import Update
+from prefed.training.server_state import Server
 from prefed.training.stale import frozen, needs_beginning
 from prefed.training.trainer import check_fits
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from prefed.algorithms import Algorithm
 from prefed.core.layout import Layout
 from prefed.training.messages import averaged
-from prefed.training.round import Server
+from prefed.training.server_state import Server
 
 
 @dataclass(frozen=True)

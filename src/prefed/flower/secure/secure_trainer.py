@@ -21,8 +21,8 @@ from prefed.flower.secure.vector import Form, Wrong, whole_weight
 from prefed.flower.server import FlowerTrainer
 from prefed.flower.wire import pack, unpack
 from prefed.training.admission import NotFinite, Refused, Spec, check_values, expected
-from prefed.training.round import BUFFERS, LOCAL_STEPS, Server
 from prefed.training.run import Run
+from prefed.training.server_state import BUFFERS, LOCAL_STEPS, Server
 from prefed.training.settings import Settings
 from prefed.training.trainer import Arrived, Record
 

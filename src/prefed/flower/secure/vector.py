@@ -27,7 +27,7 @@ from prefed.flower.secure.fixed_point import (
 )
 from prefed.rules import State
 from prefed.training.messages import averaged
-from prefed.training.round import LOCAL_STEPS, Server
+from prefed.training.server_state import LOCAL_STEPS, Server
 
 HEAD = 2
 """The weight, and how many numbers were cut off."""

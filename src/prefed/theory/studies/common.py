@@ -12,7 +12,7 @@ from torch import Tensor
 from prefed.core.errors import PrefedError
 from prefed.core.safe_files import to_json, write_whole
 from prefed.experiments.config import Config
-from prefed.experiments.run_directory import environment
+from prefed.experiments.environment import environment
 from prefed.report.sections import Section, Table, write_sections
 from prefed.theory.constants import Constants
 from prefed.theory.objective import Tick

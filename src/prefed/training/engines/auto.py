@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
@@ -28,7 +28,7 @@ from prefed.training.engines.native import Native
 from prefed.training.engines.native_writing import NotNative
 from prefed.training.engines.vectorised import Vectorised
 from prefed.training.engines.workers import Workers
-from prefed.training.round import Kept, Server
+from prefed.training.server_state import Kept, Server
 from prefed.training.settings import Settings
 from prefed.training.task import Task
 
@@ -87,16 +87,9 @@ class Choice:
         return cls(engine, int(workers), int(threads) if threads else alone)
 
 
-def choose(
-    task: Task,
-    data: FederatedData,
-    settings: Settings,
-    algorithm: Algorithm,
-    server: Server,
-    cohort: Sequence[int],
-    kept: Kept,
-) -> Choice:
+def choose(race: "Race") -> Choice:
     """The choice for a run; one line in the log says what it was and why."""
+    task, data, settings, cohort = race.task, race.data, race.settings, race.cohort
     threads = 1 if settings.workers > 1 else threads_of(task, data, settings)
     if settings.engine != "auto":
         return Choice(settings.engine, settings.workers, threads)
@@ -104,22 +97,92 @@ def choose(
     work = settings.rounds * in_round * task.flat.layout.size
     if work < SHORT:
         return Choice("sequential", settings.workers, threads)
-    found = candidates(task, data, settings, algorithm, len(cohort))
+    found = candidates(task, data, settings, race.algorithm, len(cohort))
     native = native_of(task, data, settings)
     if len(found) == 1 and native is None:
         return found[0]
+    times = race.times(found, in_round, native)
+    best = next(iter(times))
+    for choice, seconds in times.items():
+        if seconds < MARGIN * times[best]:
+            best = choice
+    measured = "; ".join(f"{choice} {1e3 * t:.3g}" for choice, t in times.items())
+    log.info("engine: %s, the fastest measured (ms per local step: %s)", best, measured)
+    return best
 
-    def measure(choice: Choice, most: float = math.inf) -> float:
+
+@dataclass
+class Race:
+    """What a run could compute with, timed against each other on clients of its first cohort."""
+
+    task: Task
+    data: FederatedData
+    settings: Settings
+    algorithm: Algorithm
+    server: Server
+    cohort: Sequence[int]
+    kept: Kept
+    steps: int = field(default=0, init=False)
+    """Of each client that is timed; 0: all that it takes in a round."""
+    pools: dict[Choice, Workers] = field(default_factory=dict, init=False)
+
+    def times(
+        self, found: list[Choice], in_round: int, native: Native | None
+    ) -> dict[Choice, float]:
+        """Seconds per local step of each candidate. The program in C is one more, if a run is long
+        enough for it to be compiled.
+
+        in_round   the local steps of all clients of a round
+        """
+        self.steps, quickest = min(STEPS, in_round // len(self.cohort)), math.inf
+        alone = [choice for choice in found if choice.workers == self.settings.workers]
+        for choice in alone:  # also fills caches and allocates memory
+            quickest = min(quickest, self.measure(choice, SLOW_START * quickest))
+        a_round = quickest * in_round
+        a_run = a_round * self.settings.rounds
+        if a_run < BRIEF_RUN:
+            found = alone
+        compiling = math.inf if native is None else native.program.compiling
+        if a_run > WORTH_COMPILING * compiling and native is not None and native.why_not() is None:
+            found += [Choice("native", choice.workers) for choice in found[::-1]
+                      if choice.engine == "sequential"]  # fmt: skip
+        for choice in found:
+            if choice not in alone:
+                self.measure(choice, SLOW_START * quickest)
+        if a_round < BRIEF:
+            self.steps, self.pools = 0, {}
+        return self._in_turn(found, a_run)
+
+    def _in_turn(self, found: list[Choice], a_run: float) -> dict[Choice, float]:
+        """The best of several passes, over fewer and fewer candidates. A run lasts `a_run` seconds,
+        about."""
+        passes = PASSES if a_run > BRIEF_RUN else 1
+        times = dict.fromkeys(found, math.inf)
+        close, began = found, time.perf_counter()
+        for done in range(MOST_PASSES):
+            if len(close) == 1 or (
+                done >= passes and time.perf_counter() - began > min(SECONDS, a_run / 20)
+            ):
+                break
+            for choice in close:  # in turn: a busy moment hits all of them
+                factor = SLOW_START if math.isinf(times[choice]) else HOPELESS
+                seconds = self.measure(choice, factor * min(times.values()))
+                times[choice] = min(times[choice], seconds)
+            close = [c for c in close if times[c] < HOPELESS * min(times.values())]
+        return times
+
+    def measure(self, choice: Choice, most: float = math.inf) -> float:
         """Seconds per local step; infinity, and no more work, once it is sure to be over `most`."""
-        brief = settings.with_steps(steps) if steps else settings
-        if choice not in pools:
-            pools[choice] = Workers(choice.engine, choice.workers, task, data, brief)
-        pool = pools[choice]
-        blocks = pool.blocks(algorithm, cohort)[: BLOCKS * choice.workers]
+        settings, data = self.settings, self.data
+        brief = settings.with_steps(self.steps) if self.steps else settings
+        if choice not in self.pools:
+            self.pools[choice] = Workers(choice.engine, choice.workers, self.task, data, brief)
+        pool = self.pools[choice]
+        blocks = pool.blocks(self.algorithm, self.cohort)[: BLOCKS * choice.workers]
         count = sum(sum(local_steps(brief, data, clients)) for _, clients in blocks)
         start = time.perf_counter()
-        watched = until(algorithm, start + most * count)
-        train = partial(train_block, watched, server, kept, settings.seed)
+        watched = until(self.algorithm, start + most * count)
+        train = partial(train_block, watched, self.server, self.kept, settings.seed)
         with torch_threads(choice.threads), closing(pool.updates(train, blocks)) as updates:
             try:
                 for _ in updates:
@@ -128,45 +191,6 @@ def choose(
             except Late:
                 return math.inf
         return (time.perf_counter() - start) / count
-
-    pools: dict[Choice, Workers] = {}
-    steps, quickest = min(STEPS, in_round // len(cohort)), math.inf  # 0: all of them
-    alone = [choice for choice in found if choice.workers == settings.workers]
-    for choice in alone:  # also fills caches and allocates memory
-        quickest = min(quickest, measure(choice, SLOW_START * quickest))
-    a_round = quickest * in_round
-    a_run = a_round * settings.rounds
-    if a_run < BRIEF_RUN:
-        found = alone
-    compiling = math.inf if native is None else native.program.compiling
-    if a_run > WORTH_COMPILING * compiling and native is not None and native.why_not() is None:
-        found += [Choice("native", choice.workers) for choice in found[::-1]
-                  if choice.engine == "sequential"]  # fmt: skip
-    for choice in found:
-        if choice not in alone:
-            measure(choice, SLOW_START * quickest)
-    if a_round < BRIEF:
-        steps, pools = 0, {}
-    passes = PASSES if a_run > BRIEF_RUN else 1
-    times = dict.fromkeys(found, math.inf)
-    close, began = found, time.perf_counter()
-    for done in range(MOST_PASSES):
-        if len(close) == 1 or (
-            done >= passes and time.perf_counter() - began > min(SECONDS, a_run / 20)
-        ):
-            break
-        for choice in close:  # in turn: a busy moment hits all of them
-            factor = SLOW_START if math.isinf(times[choice]) else HOPELESS
-            seconds = measure(choice, factor * min(times.values()))
-            times[choice] = min(times[choice], seconds)
-        close = [c for c in close if times[c] < HOPELESS * min(times.values())]
-    best = found[0]
-    for choice in found[1:]:
-        if times[choice] < MARGIN * times[best]:
-            best = choice
-    measured = "; ".join(f"{choice} {1e3 * t:.3g}" for choice, t in times.items())
-    log.info("engine: %s, the fastest measured (ms per local step: %s)", best, measured)
-    return best
 
 
 class Late(Exception):

@@ -25,13 +25,15 @@ from prefed.core.schedule import within
 from prefed.data import FederatedData
 from prefed.rules import Rule, State
 from prefed.rules.fitted import Fitted
+from prefed.training.block import local_step
 from prefed.training.engines.block_losses import Losses, losses_of, one_client
 from prefed.training.engines.compiled_steps import Gradients, Refused, Step, Steps, skeleton
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
 from prefed.training.engines.sequential import Sequential, SequentialBlock
 from prefed.training.engines.stacked_batches import Alike, Stack
 from prefed.training.engines.vectorised import SMALLEST_BLOCK, Vectorised, VectorisedBlock
-from prefed.training.round import Kept, Server, Update, local_step
+from prefed.training.round import Update
+from prefed.training.server_state import Kept, Server
 from prefed.training.settings import Settings
 from prefed.training.task import Task
 

@@ -21,8 +21,8 @@ from prefed.algorithms import Algorithm
 from prefed.core.batch import Inputs
 from prefed.core.layout import Entry, Layout
 from prefed.rules import Rule, State
+from prefed.training.block import local_step
 from prefed.training.engines.engine import EngineWarning
-from prefed.training.round import local_step
 
 LARGEST = 2000
 """Operations in a graph (forward and rule, as the model calls them) that is still compiled. Two

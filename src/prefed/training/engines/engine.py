@@ -11,9 +11,11 @@ from prefed.core.errors import PrefedError, did_you_mean
 from prefed.core.registry import Registry
 from prefed.data import FederatedData
 from prefed.training.attackers import Attackers, Moments
+from prefed.training.block_state import kept_by
 from prefed.training.mechanism import Mechanism
 from prefed.training.messages import exchange, to_mean
-from prefed.training.round import Kept, Server, Update, kept_by
+from prefed.training.round import Update
+from prefed.training.server_state import Kept, Server
 from prefed.training.settings import Settings
 from prefed.training.task import Task
 

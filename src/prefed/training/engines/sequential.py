@@ -12,10 +12,12 @@ from prefed.data import FederatedData
 from prefed.rules import Field
 from prefed.rules.rule import Other
 from prefed.training.batches import Batches
+from prefed.training.block import Block
 from prefed.training.engines.engine import ENGINES
 from prefed.training.keyed_dropout import keys
 from prefed.training.other_gradients import SEEDS, loss_of_drawn, numbers, pieces
-from prefed.training.round import Block, Kept, Server, Update, local_update
+from prefed.training.round import Update, local_update
+from prefed.training.server_state import Kept, Server
 from prefed.training.settings import Settings
 from prefed.training.task import Task
 

@@ -13,7 +13,7 @@ from prefed.core.batch import Inputs
 from prefed.core.errors import PrefedError
 from prefed.core.losses import are_labels
 from prefed.data import FederatedData, Samples
-from prefed.data.federated import Partition
+from prefed.data.partition import Partition
 from prefed.data.samples import LazySamples
 from prefed.training.batches import NO_LIMITS, Batches, sample_numbers_of
 from prefed.training.settings import Settings

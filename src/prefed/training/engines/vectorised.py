@@ -25,6 +25,7 @@ from prefed.data import FederatedData
 from prefed.rules import Field
 from prefed.rules.rule import Other
 from prefed.training.batches import local_steps
+from prefed.training.block import Block
 from prefed.training.engines.block_losses import Each, Losses, by_vmap, gradients_of, losses_of
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
 from prefed.training.engines.linear_chains import Differentiate
@@ -32,7 +33,8 @@ from prefed.training.engines.sequential import Sequential
 from prefed.training.engines.stacked_batches import Group, Stack, gather, whole_batches
 from prefed.training.keyed_dropout import keys
 from prefed.training.other_gradients import SEEDS, loss_of_drawn, numbers, pieces
-from prefed.training.round import Block, Kept, Server, Update, local_update
+from prefed.training.round import Update, local_update
+from prefed.training.server_state import Kept, Server
 from prefed.training.settings import Settings
 from prefed.training.task import Task
 

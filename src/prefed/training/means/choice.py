@@ -18,7 +18,7 @@ from prefed.training.means.held_rows import RobustMean, shuffled
 from prefed.training.means.in_turn import InTurn, is_wide
 from prefed.training.means.mean_rule import MEANS, MeanRule, lying
 from prefed.training.messages import averaged
-from prefed.training.round import LOCAL_STEPS, Server, policy
+from prefed.training.server_state import LOCAL_STEPS, Server, policy
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,130 @@
+"""The message of a strategy, as `local_train` and its like in a ClientApp read it."""
+
+import json
+from collections.abc import Iterator
+from glob import escape
+from typing import Any, cast
+
+from flwr.app import ArrayRecord, RecordDict
+from torch import Tensor, nn
+
+from prefed.algorithms import ALGORITHMS, Algorithm
+from prefed.core.errors import PrefedError
+from prefed.core.flat_model import FlatModel
+from prefed.core.layout import Layout
+from prefed.flower import protocol as p
+from prefed.flower.kept_state import NEVER
+from prefed.flower.statedict import StateDict
+from prefed.flower.wire import unpack
+from prefed.rules import State
+from prefed.training.admission import broadcast
+from prefed.training.checks import check_parts
+from prefed.training.server_state import Server
+
+
+class Asked:
+    """A strategy's message, taken apart."""
+
+    def __init__(self, content: RecordDict) -> None:
+        arrays = [r for key, r in content.array_records.items() if key != p.STATE]
+        configs = [r for r in content.config_records.values() if p.ALGORITHM in r]
+        if len(arrays) != 1 or len(configs) != 1:
+            raise PrefedError("the message is not from a strategy of prefed.flower")
+        self.arrays, (self.config,) = arrays[0], configs
+        self.state = content.get(p.STATE, ArrayRecord())
+        self.question = bool(self.config.get(p.QUESTION, False))
+        self.round = int(self.config["server-round"]) - 1  # type: ignore[arg-type]
+        self.after = int(self.config.get(p.AFTER, NEVER))  # type: ignore[arg-type]
+        buffers, personal = (cast(Any, self.config.get(k, ())) for k in (p.BUFFERS, p.PERSONAL))
+        self.shape = StateDict(self.arrays, list(buffers), [escape(name) for name in personal])
+
+    def load(self, model: nn.Module, algorithm: Algorithm) -> tuple[FlatModel, int]:
+        """The model with the arrays, as flat vectors, and the size of the part that is shared."""
+        model.load_state_dict(self.arrays.to_torch_state_dict())
+        flat = FlatModel(model.train(), algorithm.personal)
+        check_parts(algorithm, flat)
+        trained = {entry.name for entry in flat.layout.entries}
+        stay = trained - {entry.name for entry in flat.shared.entries}
+        if other := sorted(stay ^ (trained & {*self.shape.personal})):
+            raise PrefedError(
+                f"personal: the server, which has the names of parameters and no model, and this "
+                f"client do not agree on {', '.join(other)}; name parameters in place of @norm "
+                f"and @last"
+            )
+        return flat, flat.shared.size
+
+    def algorithm(self) -> Algorithm:
+        options = json.loads(str(self.config[p.ALGORITHM]))
+        name = options.pop("name")
+        chosen = [name, *(value for key, value in options.items() if key != "personal")]
+        if own := [text for text in _texts(chosen) if ":" in text]:
+            # A message must not choose what is imported here.
+            raise PrefedError(f"the server runs {own[0]}: hand the algorithm to local_train")
+        return ALGORITHMS.get(name)(**options)
+
+    def shared(self, algorithm: Algorithm) -> State:
+        """What the server shares besides the weights, in the order of its own vectors."""
+        weights, buffers = self.shape.read(self.arrays)
+        server = Server.start(algorithm, self.shape.layout, weights, buffers)
+        specs = broadcast(algorithm, server)
+        return unpack(self.state, {name: specs[name] for name in server.shared})
+
+    def vectors(self) -> State:
+        """The same for a training loop that is not `local_train`."""
+        if self.shape.personal:
+            raise PrefedError("personal: parts that stay with a client need local_train")
+        algorithm = self.algorithm()
+        if algorithm.align:
+            raise PrefedError("align: moving along the mean change needs local_train")
+        if any(policy.kept_between for policy in algorithm.sharing().values()):
+            raise PrefedError('between="keep": state that stays with a client needs local_train')
+        return self.shared(algorithm)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in lists and tables."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
+
+
+class Order:
+    """From the server's vector, in the order of the state dict, to the model's and back. The model
+    may have frozen parameters, which it does not train, and another memory layout."""
+
+    def __init__(self, server: Layout, model: Layout) -> None:
+        self.server, self.model = server, model
+        shapes = {entry.name: entry.shape for entry in server.entries}
+        for entry in model.entries:
+            if shapes.get(entry.name) != entry.shape:
+                raise PrefedError(f"the arrays of the server do not fit the model: {entry.name}")
+        self.same = server == model
+
+    def to_model(self, vector: Tensor) -> Tensor:
+        if self.same or vector.numel() == 1:
+            return vector.clone()
+        self._only_vectors(vector)
+        result = vector.new_empty(self.model.size)
+        there = self.server.views(vector)
+        for name, view in self.model.views(result).items():
+            view.copy_(there[name])
+        return result
+
+    def to_server(self, vector: Tensor, received: Tensor) -> Tensor:
+        if self.same or vector.numel() == 1:
+            return vector
+        result = received.clone()
+        there = self.server.views(result)
+        for name, view in self.model.views(vector).items():
+            there[name].copy_(view)
+        return result
+
+    def _only_vectors(self, vector: Tensor) -> None:
+        if tuple(vector.shape) != (self.server.size,):
+            raise PrefedError(
+                'state that is not one number for each weight (shape="full", the means of '
+                "FedAdamW) needs a model without frozen parameters, in the memory layout of the "
+                "server's"
+            )

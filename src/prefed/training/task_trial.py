@@ -1,0 +1,182 @@
+"""The model, the loss and the data, tried on each other before anything is trained."""
+
+from contextlib import suppress
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from prefed.core import batch
+from prefed.core.batch import Inputs, leaves
+from prefed.core.errors import PrefedError
+from prefed.core.losses import (
+    OURS,
+    WITH_CLASSES,
+    are_labels,
+    ignored_label,
+    is_one_of,
+    tensor_of,
+)
+from prefed.data import FederatedData
+from prefed.data.federated import of_other_shapes
+from prefed.training.keyed_dropout import KeyedDropout, keys
+from prefed.training.pooling import FastPooling
+from prefed.training.task import Task
+
+FIRST = ": cross-entropy wants them in dimension 1, as output.transpose(1, -1) has them"
+
+
+def try_out(task: Task, data: FederatedData) -> None:
+    """Try the model, the loss and the data on each other before anything is trained."""
+    x, y = data.client(0).take(torch.arange(min(2, len(data.client(0)))))
+    if len(y) == 0:
+        raise PrefedError("clients[0]: it has no samples")
+    x, y = batch.padded(x), batch.padded(y)
+    dtype, fed = task.flat.weights.dtype, task.transform(x) if task.transform else x
+    for given in {leaf.dtype for leaf in leaves(fed)} - {dtype}:
+        if given.is_floating_point:
+            raise PrefedError(
+                f"clients, model: mixed dtypes, x is {given} and the model {dtype}; "
+                f"convert one of them"
+            )
+    training = task.flat.module.training
+    try:
+        with FastPooling() as pooling:
+            output = tensor_of(
+                batch.call(task.flat.module.eval(), batch.moved(fed, task.device))
+            ).detach()
+        task.numbers_out = max(1, output.numel() // len(y))
+        task.pooled = pooling.largest // len(y) if task.precision == "float32" else 0
+        _check_targets(task, data, output)
+        _check_classes(task, fed, output, y)
+        with torch.no_grad():
+            loss = task.loss(output, y.to(task.device))
+            task.randomness = _find_randomness(task, x)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise PrefedError("loss: should return one number for a batch")
+        _check_gradient(task, x, y)
+        _check_other_shapes(task, data)
+        if data.test is not None:
+            task.evaluate(*data.test.take(torch.arange(min(2, len(data.test)))))
+    except PrefedError:
+        raise
+    except Exception as error:
+        hint = _hint(task, fed, y)
+        raise PrefedError(f"model, loss: they do not fit the data: {error}{hint}") from error
+    finally:
+        task.flat.module.train(training)
+
+
+def _check_other_shapes(task: Task, data: FederatedData) -> None:
+    for where, samples in of_other_shapes(data):
+        x = samples.take(torch.arange(min(2, len(samples))))[0]
+        try:
+            with torch.no_grad():
+                task.flat.module.eval()
+                task.forward(x)
+        except Exception as error:
+            shapes = " and ".join(str(tuple(leaf.shape[1:])) for leaf in leaves(x))
+            raise PrefedError(
+                f"{where}: its samples are of shape {shapes}, unlike those of clients[0]; "
+                f"model, loss: they do not fit the data there: {error}"
+            ) from error
+
+
+def _check_targets(task: Task, data: FederatedData, output: Tensor) -> None:
+    """What a loss of ours says of targets; a loss of the user's own knows its targets best."""
+    if not is_one_of(task.loss, OURS):
+        data.check(None, targets=False)
+        return
+    classes = output.shape[1] if output.dim() > 1 else None
+    with_classes = is_one_of(task.loss, WITH_CLASSES)
+    data.check(classes if with_classes else None, ignored_label(task.loss))
+
+
+def _check_classes(task: Task, x: Inputs, output: Tensor, y: Tensor) -> None:
+    """An output (N, T, C) is no error where T is C, but trains on nonsense: see whether it gets
+    shorter with its input where the classes should be."""
+    square = output.dim() == 3 and output.shape[1] == output.shape[2] == y.shape[-1] > 1
+    if not square or not is_one_of(task.loss, WITH_CLASSES) or not are_labels(y):
+        return
+    with torch.no_grad(), suppress(Exception):
+        less = batch.mapped(lambda leaf: leaf[:, :-1].to(task.device), x)
+        shorter = tensor_of(batch.call(task.flat.module, less))
+        if shorter.shape[1:] == (output.shape[1] - 1, output.shape[2]):
+            output = shorter
+    if output.shape[1] != output.shape[2]:
+        raise PrefedError(f"model: its classes are last, as in {tuple(output.shape)}{FIRST}")
+
+
+def _check_gradient(task: Task, x: Inputs, y: Tensor) -> None:
+    """One backward pass, which must reach the flat vector: TorchScript holds parameters of its
+    own. A gradient that is 0 may be right, if there is one."""
+    flat, devices = task.flat, [task.device] if task.device.type == "cuda" else []
+    x, y = batch.joined([x, x]), torch.cat([y, y])  # BatchNorm wants more than one sample
+    statistics = flat.read_buffers()
+    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        flat.module.train()
+        with task.seeded(0):
+            loss = task.loss(task.forward(x), y.to(task.device))
+        reached = loss.requires_grad
+        if reached:
+            flat.gradient.zero_()
+            loss.backward(retain_graph=True)
+            if not flat.gradient.any():
+                own = [p for p in flat.module.parameters() if p.requires_grad]
+                found = torch.autograd.grad(loss, own, allow_unused=True)
+                known = [g for g in found if g is not None]
+                reached = bool(known) and not any(g.any() for g in known)
+            flat.gradient.zero_()
+    flat.write_buffers(statistics, torch.zeros((), dtype=torch.int64))
+    if not reached:
+        script = isinstance(flat.module, torch.jit.ScriptModule)
+        raise PrefedError(
+            "model: no gradient of the loss reaches its parameters, so nothing would be "
+            "trained; "
+            + (
+                "hand in the torch.nn.Module it was made from, not TorchScript"
+                if script
+                else "look for detach(), no_grad() or .data on the way from them to the loss"
+            )
+        )
+
+
+def _find_randomness(task: Task, x: Inputs) -> Literal["none", "dropout", "generator"]:
+    """Watch forward passes in training mode, which also tell what buffers are."""
+    mode = KeyedDropout(keys([0], task.device)[0])
+    devices = [task.device] if task.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        before = _generator_states(task.device)
+        task.flat.module.train()
+        with mode:
+            task.flat.buffers.watch(task.forward, x)
+        after = _generator_states(task.device)
+    if not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+        return "generator"
+    task.attends = mode.attends
+    return "dropout" if mode.calls else "none"
+
+
+def _hint(task: Task, x: Inputs, y: Tensor) -> str:
+    """What is probably meant, where model, loss and data do not fit in a well-known way."""
+    if isinstance(x, dict):
+        return f"; x is a dict, and the model is given {', '.join(x)} as keywords"
+    shape = x.shape if isinstance(x, Tensor) and x.dim() == 4 else ()
+    if shape and shape[-1] in (1, 3, 4) and shape[1] not in (1, 3, 4):
+        return (
+            f"; x looks like images with the channels last {tuple(x.shape[1:])}: torch wants them "
+            f"first, x.permute(0, 3, 1, 2)"
+        )
+    with torch.no_grad(), suppress(Exception):
+        output = task.forward(x)
+        if is_one_of(task.loss, WITH_CLASSES) and are_labels(y) and y.dim() > 1:
+            if output.dim() == y.dim() == 2 and int(y.max()) < 2:
+                return '; for several labels of 0 or 1 each, the loss is "bce"'
+            if output.shape[:-1] == y.shape:
+                return f"; the output {tuple(output.shape)} has its classes last{FIRST}"
+    return ""
+
+
+def _generator_states(device: torch.device) -> list[Tensor]:
+    states = [torch.random.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
