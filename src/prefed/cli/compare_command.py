@@ -52,3 +52,6 @@ def compare(
     if not quiet:
         show(ranking(group(runs), target))
         print(f"report: {folder / 'report.html'}")
+    if all(run.status == "diverged" for run in runs):
+        print("every run diverged: lower the step sizes", file=sys.stderr)
+        raise typer.Exit(1)

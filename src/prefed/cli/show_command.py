@@ -97,7 +97,9 @@ def _described(thing: Any, given: tuple[str, ...] = ()) -> str:
     model = thing if hasattr(thing, "model_fields") else None
     if model is None and callable(thing):
         model = options_model(thing, given)
-    for option, field in model.model_fields.items() if model is not None else ():
+    if model is None:
+        return text
+    for option, field in model.model_fields.items():
         default = "(required)" if field.is_required() else repr(field.default)
         text += f"\n    {option} = {default}"
         if about := explained(model, option):

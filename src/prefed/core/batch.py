@@ -190,7 +190,7 @@ def to_inputs(where: str, x: Any, pad: float | Mapping[str, float] | None = None
             for name, value in x.items()
         }
     elif isinstance(x, tuple) and x and all(isinstance(value, Tensor | Ragged) for value in x):
-        found = tuple(x)
+        found = tuple(_leaf(where, value, None) for value in x)
     else:
         found = _leaf(where, x, None if isinstance(pad, Mapping) else pad)
     if len(sizes := {len(leaf) if leaf.shape else 0 for leaf in leaves(found)}) > 1:
@@ -213,4 +213,4 @@ def _leaf(where: str, value: Any, fill: float | None) -> Leaf:
             return Ragged.of(rows, fill)
         if fill is not None:
             return Ragged.of(rows, fill)
-    return torch.as_tensor(value)
+    return torch.as_tensor(value).detach()  # whatever made it is not trained

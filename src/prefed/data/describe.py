@@ -51,6 +51,9 @@ def _check_npz(path: Path) -> tuple[str, str, bool]:
     try:
         arrays = read_npz(path)
         shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+        for name, array in arrays.items():
+            if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
+                raise PrefedError(f"{name} has values that are not finite (NaN or infinity)")
         return path.name, f"{shapes}: {summary(DATASETS.get('npz')(path=str(path)))}", True
     except PrefedError as error:
         return path.name, str(error), False

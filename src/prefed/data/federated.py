@@ -183,17 +183,24 @@ class FederatedData:
         ]
         return FederatedData(noisy, test, client_tests=tests)
 
-    def check(self, classes: int | None, ignored: int | None = None, targets: bool = True) -> None:
+    def check(
+        self,
+        classes: int | None,
+        ignored: int | None = None,
+        targets: bool = True,
+        largest: float | None = None,
+    ) -> None:
         """Raise for what would go wrong later. Not for clients that are made or read on demand:
         that would be now.
 
         classes   how many there are, if y is to hold labels
         ignored   a label that stands for no class
         targets   whether y is looked at
+        largest   that y may be, from 0 on, if it has bounds
         """
         self._labels = (classes, ignored) if classes is not None and targets else None
         for where, samples in self._checkable():
-            check_samples(where, samples, classes, ignored, targets)
+            check_samples(where, samples, classes, ignored, targets, largest)
             if isinstance(samples, LazySamples):
                 named = self.client_tests if where.startswith("client_tests") else self.clients
                 self._watched(named or self.clients, samples, where).check_column()

@@ -126,6 +126,23 @@ class MadeOnce:
         return self._made[client]
 
 
+def sample_numbers(client: int, part: Any, samples: int) -> np.ndarray[Any, Any]:
+    """Of one client, who is given them, or a mask with a yes or no for each sample."""
+    found = np.asarray(part).reshape(-1)
+    if found.dtype == bool:
+        if len(found) != samples:
+            raise PrefedError(
+                f"parts[{client}]: a mask of {len(found)} for {samples} samples; give a yes or no "
+                f"for each, or sample numbers"
+            )
+        return np.flatnonzero(found)
+    if len(found) and not np.issubdtype(found.dtype, np.integer):
+        raise PrefedError(
+            f"parts[{client}]: should be sample numbers or a mask, not {found.dtype} numbers"
+        )
+    return found.astype(np.int64)
+
+
 def divide(clients: Any, parts: Sequence[Any] | None, read: Read) -> Clients:
     """Clients by number, from what the user gave."""
     if parts is not None:
@@ -133,7 +150,7 @@ def divide(clients: Any, parts: Sequence[Any] | None, read: Read) -> Clients:
         if not len(parts):
             raise PrefedError("parts: there is no client")
         if not isinstance(parts, Parts):
-            parts = Parts.of([np.asarray(part, np.int64).reshape(-1) for part in parts])
+            parts = Parts.of([sample_numbers(n, part, len(whole)) for n, part in enumerate(parts)])
         low, high = int(parts.order.min(initial=0)), int(parts.order.max(initial=0))
         if low < 0 or high >= len(whole):
             raise PrefedError(

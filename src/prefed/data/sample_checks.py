@@ -23,7 +23,12 @@ def dtypes(samples: Samples) -> tuple[str, str]:
 
 
 def check_samples(
-    where: str, samples: Samples, classes: int | None, ignored: int | None, targets: bool
+    where: str,
+    samples: Samples,
+    classes: int | None,
+    ignored: int | None,
+    targets: bool,
+    largest: float | None = None,
 ) -> None:
     if len(samples) == 0:
         raise PrefedError(f"{where}: it has no samples")
@@ -37,6 +42,11 @@ def check_samples(
                 raise PrefedError(
                     f"{where}: {name} has values that are not finite (NaN or infinity)"
                 )
+    if largest is not None and y.numel() and (y.min() < 0 or y.max() > largest):
+        raise PrefedError(
+            f"{where}: y reaches from {y.min():g} to {y.max():g}, but binary cross-entropy (bce) "
+            f"takes 0 to {largest:g}; for labels of several classes take cross_entropy"
+        )
     if classes is not None and targets and are_labels(y):
         if ignored is not None:
             y = y[y != ignored]

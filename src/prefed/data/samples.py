@@ -28,14 +28,21 @@ def fill_of_targets(pad: Pad) -> float | None:
     return pad.get("y", -100)
 
 
+def wide(y: Any) -> Any:
+    """Labels as the int64 that torch's losses want; all else as it is."""
+    narrow = isinstance(y, Tensor) and y.dtype in (torch.int8, torch.int16, torch.int32)
+    return y.long() if narrow else y
+
+
 class Samples:
-    """Inputs and targets, all of them or those that `index` names. Nothing is copied."""
+    """Inputs and targets, all of them or those that `index` names. Nothing is copied but labels of
+    less than 64 bits."""
 
     def __init__(
         self, x: Any, y: Any, index: Tensor | None = None, pad: Pad = None, where: str = ""
     ) -> None:
         self.x: Inputs = to_inputs(f"{where}x", x, pad)
-        self.y: Any = to_inputs(f"{where}y", y, fill_of_targets(pad))
+        self.y: Any = wide(to_inputs(f"{where}y", y, fill_of_targets(pad)))
         self.index = index
 
     def __len__(self) -> int:
@@ -89,7 +96,7 @@ class Read:
     def __call__(self, rows: list[Any]) -> tuple[Inputs, Any]:
         if self.collate is not None:
             x, y = self.collate(rows)
-            return to_inputs("x", x, self.pad), to_inputs("y", y, fill_of_targets(self.pad))
+            return to_inputs("x", x, self.pad), wide(to_inputs("y", y, fill_of_targets(self.pad)))
         if isinstance(rows[0], Mapping):
             if isinstance(self.x, Mapping):
                 found = {k: self._column(rows, "x", column) for k, column in self.x.items()}
@@ -113,7 +120,8 @@ class Read:
         return found, self._targets(targets)
 
     def _targets(self, targets: list[Any]) -> Leaf:
-        return _stack("y", targets, fill_of_targets(self.pad))
+        found: Leaf = wide(_stack("y", targets, fill_of_targets(self.pad)))
+        return found
 
     def _column(self, rows: list[Any], which: str, name: str | Sequence[str]) -> list[Any]:
         names = [name] if isinstance(name, str) else name
@@ -316,7 +324,7 @@ def _stack(which: str, values: list[Any], fill: float | None = None) -> Leaf:
 def _tensor(value: Any) -> Tensor:
     """As torch takes it: Python's floats in torch's default type, whole numbers as int64."""
     if isinstance(value, Tensor):
-        return value
+        return value.detach()
     if isinstance(value, list) and value and isinstance(value[0], Tensor | np.ndarray | np.generic):
         return torch.stack([torch.as_tensor(v) for v in value])
     if hasattr(value, "getbands") or (isinstance(value, np.ndarray) and not value.flags.writeable):

@@ -1,7 +1,7 @@
 """`prefed.simulate` and `prefed.load`: runs of models and data that are made in Python."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,10 @@ def simulate(
     resume             go on with the run in `out`, to the same bits; without one there, begin
     progress           True: a bar, elsewhere a line a round; None: a bar or nothing; False: nothing
     """
+    if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
+        raise PrefedError(
+            f"callbacks: should be a list of them, not {type(callbacks).__name__}; put it in one"
+        )
     if resume and out is None:
         raise PrefedError("resume: needs out, the directory of the run to go on with")
     run = Run(algorithm, model, data, checked(Settings, settings), loss)

@@ -31,8 +31,9 @@ TRIED = 100
 def check_settings(algorithm: Algorithm, data: FederatedData, settings: Settings) -> None:
     """Compare what a run is given, before anything is made of it."""
     if not isinstance(algorithm, Algorithm):
+        named = f"the class {algorithm.__name__}" if isinstance(algorithm, type) else ""
         raise PrefedError(f"algorithm: should be an Algorithm such as prefed.FedAvg(), "
-                          f"not {type(algorithm).__name__}")  # fmt: skip
+                          f"not {named or type(algorithm).__name__}")  # fmt: skip
     if not isinstance(data, FederatedData):
         raise PrefedError(
             f"data: should be a prefed.FederatedData, as prefed.FederatedData([(x, y), ...]), "
@@ -85,11 +86,20 @@ def check_single_samples(task: Task, settings: Settings, data: FederatedData) ->
     except ValueError as error:
         raise PrefedError(
             f"clients[{client}]: it has batches of one sample, and BatchNorm takes no statistics "
-            f"of one; set drop_last = true (with local_epochs), or another batch_size"
+            f"of one; {_instead(settings, data.size(client))}"
         ) from error
     finally:
         flat.module.train(training)
         flat.write_buffers(statistics, torch.zeros((), dtype=torch.int64))
+
+
+def _instead(settings: Settings, samples: int) -> str:
+    """What lets no batch of such a client have one sample."""
+    if samples == 1:
+        return "leave out clients with a single sample, or use GroupNorm"
+    if 1 not in settings.model_copy(update={"micro_batch": None}).batch_sizes(samples):
+        return "set another micro_batch"
+    return "set drop_last = true (with local_epochs), or another batch_size"
 
 
 def check_in_place(algorithm: Algorithm, flat: FlatModel, steps: int) -> None:

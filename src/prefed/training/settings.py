@@ -4,8 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+import torch
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -33,7 +35,13 @@ Weighting = Annotated[
     Annotated[Literal["uniform", "samples"], Tag("a word")]
     | Annotated[list[Weight], Tag("weights")],
     Discriminator(lambda value: "weights" if isinstance(value, list | tuple) else "a word"),
+    BeforeValidator(lambda value: value.tolist() if hasattr(value, "tolist") else value),
 ]
+
+
+def _named(device: Any) -> Any:
+    """A torch.device by its name."""
+    return str(device) if isinstance(device, torch.device) else device
 
 
 class Settings(BaseModel):
@@ -86,7 +94,7 @@ class Settings(BaseModel):
     """Threads that train clients side by side; "cores": as many as torch uses, if there are so many
     cores (one in each process of a comparison or study), to the same bits on any number. With the
     engine "auto", 1 may become as many, too."""
-    device: str = "auto"
+    device: Annotated[str, BeforeValidator(_named)] = "auto"
     """"auto", "cpu", "cuda" (or "cuda:1", ...) or "mps"."""
     channels_last: bool = False
     """The memory format that convolutions on GPUs are fastest in."""

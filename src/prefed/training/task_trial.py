@@ -4,7 +4,7 @@ from contextlib import suppress
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from prefed.core import batch
 from prefed.core.batch import Inputs, leaves
@@ -13,6 +13,7 @@ from prefed.core.losses import (
     OURS,
     WITH_CLASSES,
     are_labels,
+    binary_cross_entropy,
     ignored_label,
     is_one_of,
     tensor_of,
@@ -89,7 +90,8 @@ def _check_targets(task: Task, data: FederatedData, output: Tensor) -> None:
         return
     classes = output.shape[1] if output.dim() > 1 else None
     with_classes = is_one_of(task.loss, WITH_CLASSES)
-    data.check(classes if with_classes else None, ignored_label(task.loss))
+    largest = 1.0 if is_one_of(task.loss, (binary_cross_entropy,)) else None
+    data.check(classes if with_classes else None, ignored_label(task.loss), largest=largest)
 
 
 def _check_classes(task: Task, x: Inputs, output: Tensor, y: Tensor) -> None:
@@ -167,6 +169,14 @@ def _hint(task: Task, x: Inputs, y: Tensor) -> str:
             f"; x looks like images with the channels last {tuple(x.shape[1:])}: torch wants them "
             f"first, x.permute(0, 3, 1, 2)"
         )
+    takes_symbols = any(isinstance(layer, nn.Embedding) for layer in task.flat.module.modules())
+    if isinstance(x, Tensor) and not x.dtype.is_floating_point and not takes_symbols:
+        return (
+            f"; x is {x.dtype} and the model {task.flat.weights.dtype}: convert it with x.float(), "
+            f"or on its way to the model with transform=lambda x: x.float()"
+        )
+    if y.dtype == torch.bool:
+        return "; y is torch.bool: for labels convert it with y.long()"
     with torch.no_grad(), suppress(Exception):
         output = task.forward(x)
         if is_one_of(task.loss, WITH_CLASSES) and are_labels(y) and y.dim() > 1:

@@ -120,8 +120,8 @@ class Means:
         vectors = [n for n in own if averaged(algorithm, server)[n].numel() > 1]
         if vectors:
             raise PrefedError(
-                f'mean: {name} weights each coordinate of each client; take "plain", or '
-                f'aggregate="mean"'
+                f"mean: {name} weights each coordinate of each client, which no other mean than "
+                f'"plain" does; PreFed is the same without these weights'
             )
         for key, choice in (("mean", self.weights), ("state_mean", self.state)):
             _check(key, choice, clients, weighting)

@@ -1,0 +1,123 @@
+"""What people hand in from Python: taken as it is meant, or refused with words that help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import prefed
+from tests.helpers.commands import prefed_here
+
+X = torch.randn(4, 20, 5, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(80).view(4, 20) % 3
+
+
+def history(x: Tensor, y: Any, model: nn.Module | None = None, **more: Any) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    data = prefed.FederatedData([*zip(x, y, strict=True)])
+    asked: dict[str, Any] = {"rounds": 2, "local_steps": 2, "batch_size": 4, "device": "cpu"}
+    algorithm = more.pop("algorithm", prefed.FedAvg(client_lr=0.1))
+    model = model or nn.Linear(5, 3)
+    return prefed.simulate(algorithm, model, data, **asked | more, progress=False).history
+
+
+def loss(*given: Any, **more: Any) -> float:
+    return float(history(*given, **more)[-1]["train_loss"])
+
+
+def test_masks_are_parts() -> None:
+    x, y = torch.arange(8.0)[:, None], torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+    for masks in ([y == 1, y == 2], [(y == 1).numpy(), (y == 2).tolist()]):
+        data = prefed.FederatedData((x, y), parts=masks)
+        assert [data.client(n).all()[0].flatten().tolist() for n in (0, 1)] == [[1, 4, 7], [2, 5]]
+    with pytest.raises(prefed.PrefedError, match=r"parts\[1\]: a mask of 3 for 8 samples"):
+        prefed.FederatedData((x, y), parts=[y == 1, (y == 2)[:3]])
+    with pytest.raises(prefed.PrefedError, match=r"parts\[0\]: should be sample numbers or a mask"):
+        prefed.FederatedData((x, y), parts=[[1.7, 2.9]])
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.int16, torch.int32])
+def test_labels_of_any_width(kind: torch.dtype) -> None:
+    assert loss(X, Y.to(kind)) == loss(X, Y) == loss(X, Y.to(kind).numpy())
+
+
+def test_labels_of_a_data_set_of_any_width() -> None:
+    class Own(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 9
+
+        def __getitem__(self, number: int) -> tuple[Tensor, Any]:
+            return X[0, number], np.int32(Y[0, number])
+
+    data = prefed.FederatedData([Own()])
+    assert data.client(0).take(torch.arange(2))[1].dtype == torch.int64
+
+
+def test_what_made_the_samples_is_not_trained() -> None:
+    encoder = nn.Linear(5, 5)
+    for engine in ("sequential", "vectorised"):
+        found = loss(encoder(X), Y, engine=engine)
+        assert found == loss(encoder(X).detach(), Y, engine=engine)
+    pair = prefed.FederatedData([((encoder(X[0]), X[0]), Y[0])]).client(0).all()[0]
+    assert not any(leaf.requires_grad for leaf in pair)
+
+
+@pytest.mark.parametrize("y", [Y, Y - 1, 2.0 * (Y == 1) - 1, torch.full_like(Y, -100)])
+def test_yes_or_no_is_0_or_1(y: Tensor) -> None:
+    with pytest.raises(prefed.PrefedError, match=r"y reaches from -?\d+ to -?\d+, but binary"):
+        loss(X, y, nn.Linear(5, 1), loss="bce")
+    assert loss(X, Y == 1, nn.Linear(5, 1), loss="bce") > 0
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "word"),
+    [
+        (X.to(torch.int8), Y, r"convert it with x\.float\(\)"),
+        (X, Y > 0, r"convert it with y\.long\(\)"),
+    ],
+)
+def test_types_that_do_not_fit(x: Tensor, y: Tensor, word: str) -> None:
+    with pytest.raises(prefed.PrefedError, match=word):
+        loss(x, y)
+
+
+def test_settings_as_people_write_them() -> None:
+    plain = loss(X, Y)
+    assert loss(X, Y, device=torch.device("cpu"), weighting=np.ones(4)) == plain
+    assert loss(X, Y, weighting=torch.ones(4)) == plain
+    with pytest.raises(prefed.PrefedError, match="callbacks: should be a list of them"):
+        loss(X, Y, callbacks=prefed.Callback())
+    with pytest.raises(prefed.PrefedError, match="not the class PreFed"):
+        loss(X, Y, algorithm=prefed.PreFed)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings", "word"),
+    [
+        ((1, 9), {"local_epochs": 1, "drop_last": True}, "leave out clients with a single sample"),
+        ((9, 9), {"local_steps": 1, "batch_size": 3, "micro_batch": 2}, "another micro_batch"),
+        ((9, 9), {"local_epochs": 1}, "set drop_last = true"),
+    ],
+)
+def test_batches_of_one_sample(sizes: tuple[int, int], settings: Any, word: str) -> None:
+    """What is said can be done."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    data = prefed.FederatedData([(X[0, :n], Y[0, :n]) for n in sizes])
+    given = {"rounds": 1, "batch_size": 4, "device": "cpu", **settings}
+    with pytest.raises(prefed.PrefedError, match=word):
+        prefed.simulate(prefed.FedAvg(), model, data, **given)
+
+
+@pytest.mark.process
+def test_on_the_command_line(tmp_path: Path) -> None:
+    np.savez(tmp_path / "mine.npz", x=np.full((6, 2), np.nan), y=np.arange(6) % 2)
+    done = prefed_here("data", "check", "mine.npz", cwd=tmp_path)
+    assert (done.returncode, "x has values that are not finite" in done.stdout) == (1, True)
+    words = ["--algorithms", "fedavg", "--seeds", "1", "--set", "client_lr=1e30", "--out", "cmp"]
+    done = prefed_here("compare", "digits-noniid", *words, "--set", "rounds=2", cwd=tmp_path)
+    assert (done.returncode, "every run diverged" in done.stderr) == (1, True)
