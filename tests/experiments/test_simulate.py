@@ -315,3 +315,20 @@ def test_seeds_of_runs_from_python_belong_together(tmp_path: Path) -> None:
         )  # fmt: skip
     groups = group(prefed.load_runs(tmp_path))
     assert [len(g.runs) for g in groups] == [2]
+
+
+def test_a_run_goes_on_with_the_same_function_alone(tmp_path: Path) -> None:
+    """A config names a schedule of one's own, and another one may have that name by now."""
+
+    def go_on(rounds: int, first: float) -> prefed.Result:
+        algorithm = prefed.FedAvg(client_lr=lambda round: first / (1 + round))
+        more: dict[str, Any] = {"local_steps": 1, "device": "cpu", "progress": False}
+        out = {"out": tmp_path / "run", "resume": True}
+        return prefed.simulate(algorithm, tiny_model(), tiny_data(), rounds=rounds, **more, **out)
+
+    go_on(2, 0.1)
+    assert len(go_on(3, 0.1).history) == 3
+    with pytest.raises(
+        prefed.PrefedError, match=r"client_lr: the function gives 0\.2 in round 1, where"
+    ):
+        go_on(4, 0.2)

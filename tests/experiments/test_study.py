@@ -141,6 +141,32 @@ def test_a_study_from_the_command_line(
 
 
 @pytest.mark.process
+def test_an_algorithm_is_run_again(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After its grid was changed, say. All else stays, and numbers are the same."""
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    source = written(tmp_path, FEW)
+    table = (out / "small.md").read_text()
+    study_command(str(source), out, workers=1, again="prefed")
+    assert capsys.readouterr().out.count(": known") == 3  # fedavg's
+    assert (out / "small.md").read_text() == table
+    with pytest.raises(PrefedError, match='--again: the study has no prefd; did you mean "prefed"'):
+        study_command(str(source), out, workers=1, again="prefd")
+
+    changed = {**FEW, "grid": {**TABLE["grid"], "prefed": {"client_lr.start": [0.03, 0.04]}}}
+    source = written(tmp_path, changed)
+    with pytest.raises(PrefedError, match="choose another --out, or --again"):
+        study_command(str(source), out, workers=1)
+    study_command(str(source), out, workers=1, again="prefed")
+    scores = json.loads((out / "quick" / "tuning.json").read_text())["scores"]
+    assert {k.split()[1] for k in scores if k.startswith("prefed ")} == {
+        "client_lr.start=0.03", "client_lr.start=0.04"
+    }  # fmt: skip
+
+
+@pytest.mark.process
 def test_runs_in_directories_go_into_the_archive(
     source: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,13 @@ def lost(*words: str, seconds: float) -> str:
     return done.stdout
 
 
+def test_what_protections_take_out_is_there() -> None:
+    """`make protections` would find a text that has moved much later."""
+    for protection in PROTECTIONS:
+        for file, text, _ in protection.edits:
+            assert text in (SOURCES / file).read_text(), (protection.name, file)
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("modules", [MODULES[n::3] for n in range(3)], ids=" ".join)
 def test_nothing_is_lost(modules: list[str]) -> None:

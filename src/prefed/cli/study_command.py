@@ -22,6 +22,12 @@ def study(
         float | None, typer.Option(min=0.1, help="stop after this time; the same command goes on")
     ] = None,
     draw: Annotated[bool, typer.Option("--draw", help="only draw, run nothing")] = False,
+    again: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="forget all of these algorithms (a,b), and run them anew"
+        ),
+    ] = None,
     show: Annotated[bool, typer.Option("--show", help="only print the study")] = False,
     workers: Workers = None,
     quiet: Quiet = False,
@@ -32,7 +38,7 @@ def study(
     The grid of each algorithm has the same number of points, scored on a validation split
     with seeds of their own. Writes a table, a figure and the numbers behind both.
     """
-    from prefed.cli.live import LiveRuns, for_minutes
+    from prefed.cli.live import LiveRuns, for_minutes, split_names
     from prefed.cli.tables import show as show_table
     from prefed.cli.tables import table
     from prefed.core.machine import cores
@@ -51,6 +57,8 @@ def study(
     check(study)  # also what would be run last
     student(1)  # if SciPy is missing, say so now and not after the runs
     study_runs = StudyRuns(plan, out, Tracking(track, out, name))
+    if again is not None:
+        study_runs.forget(split_names(again))
     over = False
     if not draw:
         many = Processes(workers or cores())

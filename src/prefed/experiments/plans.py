@@ -31,8 +31,8 @@ class Planned:
         if differences := differing(there, self.config.to_dict(), ended):
             where = f"{self.folder.parent / ARCHIVE}: {self.folder.name}" if ended else self.folder
             raise PrefedError(
-                f"{where}: holds a run of another config; choose another --out\n"
-                + "\n".join(differences)
+                f"{where}: holds a run of another config; choose another --out"
+                f"{', or --again (prefed study)' if ended else ''}\n" + "\n".join(differences)
             )
         return archived or load_run(self.folder)
 

@@ -20,7 +20,7 @@ from typing import Any
 import tomli_w
 
 from prefed.core.deprecated import with_new_names
-from prefed.core.errors import PrefedError, RunFailed
+from prefed.core.errors import PrefedError, RunFailed, did_you_mean
 from prefed.core.safe_files import lock, read_whole, write_whole
 from prefed.experiments.config import Config, load
 from prefed.experiments.jobs import Job, Many, run_jobs
@@ -50,6 +50,28 @@ class StudyRuns:
         self.scores = self._read_scores()
         self.archived = load_archive(self.folder)
         self._tuning: list[tuple[str, Planned]] | None = None
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Remove the scores and runs of these algorithms, and of lines that use their tuned
+        options: what is run next is run anew."""
+        lines = self.study.compared()
+        known = {word for name, like, _ in lines.values() for word in (name, like)}
+        for name in names:
+            if name not in known:
+                raise PrefedError(f"--again: the study has no {name}{did_you_mean(name, known)}")
+        gone = {slug(label) for label, used in lines.items() if {*names} & {*used[:2]}}
+        with lock(self.folder):
+            kept = load_archive(self.folder)
+            left = [r for n, r in kept.items() if n.rpartition("-seed")[0] not in gone]
+            if len(left) < len(kept):
+                write_archive(self.folder, left)
+            for folder in self.folder.iterdir():
+                if folder.is_dir() and folder.name.rpartition("-seed")[0] in gone:
+                    with lock(folder):
+                        shutil.rmtree(folder)
+            self.archived = load_archive(self.folder)
+            self.scores = {k: v for k, v in self.scores.items() if k.split()[0] not in names}
+            self._write_scores()
 
     # ------------------------------------------------------------------------------- tuning
 
@@ -98,11 +120,15 @@ class StudyRuns:
             share = LAST if firsts[number] == 1 else 1.0  # it has no evaluation before
             final = by.final(run, share) if "done" in event else None
             self.scores[title] = None if final is None else by.sign * final
-            text = json.dumps({"config": self._base(), "scores": self.scores}, indent=0)
-            write_whole(self.folder / "tuning.json", text + "\n")
+            self._write_scores()
             on_event(planned, {"end": "scored" if "done" in event else "diverged"})
         if self.study.grid:
             write_whole(self.folder / "tuned.toml", self._tuned_toml())
+
+    def _write_scores(self) -> None:
+        if self.study.grid:
+            text = json.dumps({"config": self._base(), "scores": self.scores}, indent=0)
+            write_whole(self.folder / "tuning.json", text + "\n")
 
     def best(self) -> dict[str, Point]:
         """The point with the best mean score over seeds, for each algorithm with all its scores.

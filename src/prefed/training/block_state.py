@@ -15,7 +15,7 @@ import torch
 from numpy.random import Generator
 from torch import Tensor
 
-from prefed.algorithms import Algorithm
+from prefed.algorithms import Algorithm, Policy
 from prefed.core import draws
 from prefed.core.flat_model import FlatModel
 from prefed.core.layout import Layout
@@ -33,7 +33,7 @@ from prefed.training.server_state import (
     Kept,
     Server,
     codec_of,
-    policy,
+    policies,
 )
 
 
@@ -52,7 +52,8 @@ class BlockState:
         self.is_personal = server.personal.numel() > 0
         self.keeps_statistics = algorithm.statistics == "keep" and server.buffers.numel() > 0
         self.fields = rule.fields(block.layout)
-        self.shared = shared_fields(algorithm, self.fields, block.layout)
+        self.policies = policies(algorithm, self.fields)
+        self.shared = shared_fields(self.policies, self.fields, block.layout)
         self.steps_taken = torch.tensor(block.steps, device=block.weights.device)
 
     def begin(self, kept: Kept) -> State:
@@ -65,7 +66,7 @@ class BlockState:
         self.behind = self._write_statistics(kept)
         state = {name: block.state(name, field) for name, field in self.fields.items()}
         for name, rows in state.items():
-            match policy(self.algorithm, name).kind:
+            match self.policies[name].kind:
                 case "reset":
                     rows.fill_(self.fields[name].start)
                 case "keep":
@@ -82,7 +83,7 @@ class BlockState:
     def _receive(self, rows: Tensor, name: str, kept: Kept) -> None:
         """A field that the server has: its copy, or what a client has of its own and newer; and
         the client's own where the weights are personal."""
-        copy, chosen, now = self._of_server(rows, name), policy(self.algorithm, name), self.server
+        copy, chosen, now = self._of_server(rows, name), self.policies[name], self.server
         give(copy, now.shared[name], partial(self._noise, name))
         if chosen.kept_between:
             newer = {c: v for c, v in kept.items() if chosen.is_newer(int(v[LAST]), now.round)}
@@ -118,9 +119,8 @@ class BlockState:
         return steps
 
     def stays(self, state: State, lr: float) -> State:
-        policies = {name: policy(self.algorithm, name) for name in self.fields}
-        stays = {n: state[n] for n, chosen in policies.items() if chosen.kind == "keep"}
-        between = [n for n, chosen in policies.items() if chosen.kept_between]
+        stays = {n: state[n] for n, chosen in self.policies.items() if chosen.kind == "keep"}
+        between = [n for n, chosen in self.policies.items() if chosen.kept_between]
         if between:
             stays |= {name: self._of_server(state[name], name) for name in between}
             stays[LAST] = torch.full_like(self.steps_taken, self.server.round)
@@ -138,7 +138,7 @@ class BlockState:
         change, derived from the change of the client's."""
         algorithm, block, size = self.algorithm, self.block, self.size
         own = {name: state[name][:, size:] for name in self.shared}
-        if not any(policy(algorithm, name).kind == "derived" for name in own):
+        if not any(self.policies[name].kind == "derived" for name in own):
             return own
         change = block.weights[:, size:] - self.personal_before
         change = unscaled(algorithm.groups, block.layout, change, size)
@@ -150,17 +150,19 @@ class BlockState:
 
     def sent(self, state: State) -> State:
         """All but the change of the weights: averaged fields that are due, and statistics."""
-        due = [n for n in self.fields if policy(self.algorithm, n).sent(self.server.round)]
+        due = [n for n, chosen in self.policies.items() if chosen.sent(self.server.round)]
         sent = {name: self._of_server(state[name], name).contiguous() for name in due}
         if self.algorithm.statistics == "average":
             sent[BUFFERS] = self.block.read_buffers()
         return sent
 
 
-def shared_fields(algorithm: Algorithm, fields: Mapping[str, Field], layout: Layout) -> list[str]:
+def shared_fields(
+    chosen: Mapping[str, Policy], fields: Mapping[str, Field], layout: Layout
+) -> list[str]:
     """The fields that the server has a copy of for its part of the weights."""
     vectors = [name for name, field in fields.items() if field.shape == (layout.size,)]
-    return [name for name in vectors if policy(algorithm, name).comes_down]
+    return [name for name in vectors if chosen[name].comes_down]
 
 
 def first_kept(algorithm: Algorithm, flat: FlatModel) -> State:
@@ -168,14 +170,14 @@ def first_kept(algorithm: Algorithm, flat: FlatModel) -> State:
     what its codec has not sent."""
     weights, size = flat.weights, flat.shared.size
     fields = algorithm.client_rule().fields(flat.layout)
-    shared = shared_fields(algorithm, fields, flat.layout)
-    policies = {name: policy(algorithm, name) for name in fields}
-    kept = {n: fields[n].new(weights) for n, chosen in policies.items() if chosen.kind == "keep"}
+    of_fields = policies(algorithm, fields)
+    shared = shared_fields(of_fields, fields, flat.layout)
+    kept = {n: fields[n].new(weights) for n, chosen in of_fields.items() if chosen.kind == "keep"}
     if algorithm.statistics == "keep" and (buffers := flat.read_buffers()).numel():
         kept |= {BUFFERS: buffers, STEPS: weights.new_zeros((), dtype=torch.int64)}
     if codec_of(algorithm, "weights").feedback:
         kept[LOST] = weights.new_zeros(size)
-    if between := [n for n, chosen in policies.items() if chosen.kept_between]:
+    if between := [n for n, chosen in of_fields.items() if chosen.kept_between]:
         first = {name: fields[name].new(weights) for name in between}
         kept |= {n: v[:size].clone() if n in shared else v for n, v in first.items()}
         kept[LAST] = weights.new_zeros((), dtype=torch.int64)

@@ -19,7 +19,7 @@ from prefed.rules.halved import check_halved
 from prefed.rules.rule import BLOCK, OTHER
 from prefed.training.block_state import shared_fields
 from prefed.training.other_gradients import check_other
-from prefed.training.server_state import policy
+from prefed.training.server_state import policies, policy
 from prefed.training.settings import Settings
 from prefed.training.task import Task
 from prefed.training.task_trial import try_out
@@ -182,8 +182,9 @@ def _check_personal(algorithm: Algorithm, flat: FlatModel) -> None:
             )
         )
     fields = rule.fields(flat.layout)
-    for field in sorted(fields.keys() - {*shared_fields(algorithm, fields, flat.layout)}):
-        if policy(algorithm, field).comes_down:
+    chosen = policies(algorithm, fields)
+    for field in sorted(fields.keys() - {*shared_fields(chosen, fields, flat.layout)}):
+        if chosen[field].comes_down:
             raise PrefedError(
                 f"{name}.personal: {field} is not a number for each weight but for many of them, "
                 f"and those that stay have seen other steps than those that are averaged; set "

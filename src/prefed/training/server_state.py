@@ -1,7 +1,7 @@
 """The global state, and what each value is called that clients send or keep."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,12 @@ LOST = "lost"
 
 def policy(algorithm: Algorithm, field: str) -> Policy:
     return algorithm.sharing().get(field, reset())
+
+
+def policies(algorithm: Algorithm, fields: Iterable[str]) -> dict[str, Policy]:
+    """Of all these fields at once."""
+    chosen = algorithm.sharing()
+    return {name: chosen.get(name, reset()) for name in fields}
 
 
 def codec_of(algorithm: Algorithm, name: str) -> Codec:
@@ -81,7 +87,8 @@ class Server:
         weights, personal = weights[: layout.size].clone(), weights[layout.size :].clone()
         optimiser = algorithm.server_rule().fields(layout)
         client = algorithm.client_rule().fields(layout)
-        shared = {n: f for n, f in client.items() if policy(algorithm, n).comes_down}
+        chosen = policies(algorithm, client)
+        shared = {name: field for name, field in client.items() if chosen[name].comes_down}
         if algorithm.align:
             shared[MEAN_CHANGE] = Field((layout.size,))
         over_rounds = {}
@@ -115,7 +122,8 @@ class Server:
 
     def values(self, algorithm: Algorithm) -> State:
         """For each value that a client sends in this round, the server's own."""
-        sent = {n: v for n, v in self.shared.items() if policy(algorithm, n).sent(self.round)}
+        chosen = policies(algorithm, self.shared)
+        sent = {name: v for name, v in self.shared.items() if chosen[name].sent(self.round)}
         return {"weights": self.weights} | self._statistics(algorithm) | sent
 
     def _statistics(self, algorithm: Algorithm) -> State:

@@ -5,8 +5,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
+from prefed.core.errors import PrefedError
+from prefed.core.schedule import at
 from prefed.training.records import compact
 from prefed.training.trainer import Record, check_fits
 
@@ -33,6 +36,7 @@ def snapshot(run: "Run") -> dict[str, Tensor]:
 
 def restore(run: "Run", tensors: Mapping[str, Tensor], history: list[Record], engine: str) -> None:
     """Go on from a snapshot that was taken after the rounds in `history`."""
+    _check_step_sizes(run, history)
     tensors = _with_new_names(run, tensors, history)
     here = snapshot(run)
     saved = {name: check_fits(name, tensors, value) for name, value in here.items()}
@@ -48,6 +52,21 @@ def restore(run: "Run", tensors: Mapping[str, Tensor], history: list[Record], en
             run.stopper.see(record)
     if run.best is not None:
         run.best.restore(tensors, run.history, run.server)
+
+
+def _check_step_sizes(run: "Run", history: list[Record]) -> None:
+    """A function is known by its name alone, and may be another one by now."""
+    for option in ("client_lr", "server_lr"):
+        rate = getattr(run.algorithm, option)
+        if not callable(rate) or isinstance(rate, BaseModel):
+            continue
+        for round, record in enumerate(history):
+            then, now = record.get(option), at(rate, round)
+            if then is not None and not math.isclose(then, now, rel_tol=1e-9):
+                raise PrefedError(
+                    f"{option}: the function gives {now:g} in round {round + 1}, where the run "
+                    f"that is to go on had {then:g}; hand in the same one"
+                )
 
 
 def _with_new_names(

@@ -141,7 +141,7 @@ class Race:
         a_round = quickest * in_round
         a_run = a_round * self.settings.rounds
         if a_run < BRIEF_RUN:
-            found = alone
+            found = [*alone]
         compiling = math.inf if native is None else native.program.compiling
         if a_run > WORTH_COMPILING * compiling and native is not None and native.why_not() is None:
             found += [Choice("native", choice.workers) for choice in found[::-1]
