@@ -322,9 +322,9 @@ def test_a_run_goes_on_with_the_same_function_alone(tmp_path: Path) -> None:
 
     def go_on(rounds: int, first: float) -> prefed.Result:
         algorithm = prefed.FedAvg(client_lr=lambda round: first / (1 + round))
-        more: dict[str, Any] = {"local_steps": 1, "device": "cpu", "progress": False}
-        out = {"out": tmp_path / "run", "resume": True}
-        return prefed.simulate(algorithm, tiny_model(), tiny_data(), rounds=rounds, **more, **out)
+        asked: dict[str, Any] = {"rounds": rounds, "local_steps": 1, "device": "cpu"}
+        asked |= {"out": tmp_path / "run", "resume": True, "progress": False}
+        return prefed.simulate(algorithm, tiny_model(), tiny_data(), **asked)
 
     go_on(2, 0.1)
     assert len(go_on(3, 0.1).history) == 3
