@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import prefed
+from prefed.core.flat_model import FlatModel
 from prefed.core.layout import Layout
+from prefed.rules.spectral import Spectral
 from tests.helpers.problems import SIZES, tiny_data, tiny_model
 
 WEIGHTS = (SIZES[0] + 1) * SIZES[1] + (SIZES[1] + 1) * SIZES[2]
@@ -68,6 +70,31 @@ def test_embeddings_are_no_matrices() -> None:
     fitted = rule.fit(Layout.of(tiny_model().named_parameters()))
     whole, embeddings, vectors = fitted.places  # type: ignore[attr-defined]
     assert [len(part) for part in (whole, embeddings, vectors)] == [1, 1, 2]
+
+
+def test_embeddings_are_told_by_their_layers() -> None:
+    """Names are looked at where a layer is none of torch's own."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb = nn.Embedding(7, 4)
+            self.embed = nn.Linear(4, 5)
+            self.positions = nn.Parameter(torch.zeros(3, 4))
+            self.table = nn.Parameter(torch.zeros(3, 4))
+            self.tied = nn.Linear(4, 7, bias=False)
+            self.tied.weight = nn.Embedding(7, 4).weight
+            self.lookup = nn.Embedding(7, 4)
+            self.lookup.weight = self.tied.weight
+
+    layout = FlatModel(Model()).layout
+    rule = prefed.PreFedS(plain=["table"]).client_rule()
+    assert isinstance(rule, Spectral)
+    names = {entry.name for entry in layout.entries if rule.is_embedding(entry)}
+    assert names == {"emb.weight", "positions", "table", "tied.weight"}
+    kinds = {entry.name: entry.kind for entry in layout.entries}
+    assert kinds["embed.weight"] == "matrix"
+    assert kinds["positions"] == ""
 
 
 def test_a_gradient_that_explodes_is_soon_forgotten() -> None:

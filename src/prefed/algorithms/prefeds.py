@@ -6,7 +6,6 @@ from prefed.algorithms.sharing import Policy, average
 from prefed.codecs import CodecName
 from prefed.core.schedule import Rate
 from prefed.rules import Rule
-from prefed.rules.muon import EMBEDDINGS
 from prefed.rules.spectral import Spectral
 
 
@@ -37,9 +36,9 @@ class PreFedS(Algorithm):
     """tau as a share of the root mean square of sqrt(P). Large values make the step Muon's."""
     iterations: NonNegativeInt = 5
     """Of Newton and Schulz; with 0 the momentum is only divided by its norm."""
-    plain: tuple[str, ...] = EMBEDDINGS
-    """Patterns of names: parameters that are no matrices but embeddings, by the names that they
-    often have."""
+    plain: tuple[str, ...] = ()
+    """Patterns of names: parameters that are trained as embeddings. Those of embedding layers are,
+    anyway, and those of no layer of torch's that have a name such as "positions"."""
     plain_lr: PositiveFloat = 0.1
     """The step size of vectors, as a share of client_lr."""
     embedding_lr: PositiveFloat = 0.3

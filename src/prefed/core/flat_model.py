@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 
 from prefed.core.buffers import Buffers
 from prefed.core.errors import PrefedError
@@ -67,6 +68,22 @@ def named_by(patterns: Sequence[str], names: Sequence[str], norms: Collection[st
     return [name for name in names if name in found]
 
 
+EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
+MULTIPLIERS = nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.MultiheadAttention
+
+
+def kinds_of(module: nn.Module) -> dict[str, str]:
+    """What the parameters of layers that torch has are; one that is shared by an embedding and
+    another layer is an embedding."""
+    found: dict[int, str] = {}
+    for layer in module.modules():
+        kind = "embedding" if isinstance(layer, EMBEDDINGS) else "matrix"
+        if isinstance(layer, (*EMBEDDINGS, *MULTIPLIERS)):
+            for own in layer.parameters(recurse=False):
+                found[id(own)] = "embedding" if found.get(id(own)) == "embedding" else kind
+    return {n: found[id(p)] for n, p in module.named_parameters() if id(p) in found}
+
+
 class FlatModel:
     """A module whose trainable parameters and gradients live in two flat vectors.
 
@@ -88,8 +105,9 @@ class FlatModel:
         self.module, self.personal = module, personal
         stay = personal_names(module, personal)
         parameters = sorted(parameters, key=lambda pair: pair[0] in stay)
-        self.layout = Layout.of(parameters)
-        self.shared = Layout.of(pair for pair in parameters if pair[0] not in stay)
+        kinds = kinds_of(module)
+        self.layout = Layout.of(parameters, kinds)
+        self.shared = Layout.of((pair for pair in parameters if pair[0] not in stay), kinds)
         """Of the part that the server has, which comes first."""
         first = parameters[0][1]
         self.weights = torch.empty(self.layout.size, dtype=first.dtype, device=first.device)

@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ class Entry:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    kind: str = field(default="", compare=False)
+    """Of the layer it belongs to, if that is known: "embedding", or "matrix" of a layer that
+    multiplies with it."""
 
     def lies_as(self, stride: tuple[int, ...]) -> bool:
         """Its numbers have the places that these strides give; those of a dimension of size 1 do
@@ -53,11 +56,15 @@ class Layout:
     size: int
 
     @classmethod
-    def of(cls, tensors: Iterable[tuple[str, Tensor]]) -> "Layout":
-        entries, offset = [], 0
+    def of(
+        cls, tensors: Iterable[tuple[str, Tensor]], kinds: Mapping[str, str] | None = None
+    ) -> "Layout":
+        """Of these tensors, one behind the other; `kinds` says of some what they are."""
+        entries, offset, known = [], 0, kinds or {}
         for name, tensor in tensors:
             dense = torch.empty_like(tensor, memory_format=torch.preserve_format)
-            entries.append(Entry(name, tuple(tensor.shape), dense.stride(), offset))
+            shape, kind = tuple(tensor.shape), known.get(name, "")
+            entries.append(Entry(name, shape, dense.stride(), offset, kind))
             offset += tensor.numel()
         return cls(tuple(entries), offset)
 

@@ -48,7 +48,8 @@ class Spectral(Fitted):
     beta2          the decay of P, the moving average of the squared distance from m
     tau_relative   added to sqrt(P), as a share of its root mean square; large values make it Muon
     iterations     of Newton and Schulz
-    plain          patterns of names: parameters that are embeddings, and no matrices
+    plain          patterns of names: parameters that are trained as embeddings, besides those of
+                   embedding layers, and others of no layer with names that embeddings often have
     plain_lr       the step size of vectors, as a share of that of the matrices
     embedding_lr   the step size of embeddings, as a share of that of the matrices
     clip_relative  how many times as long as expected a gradient may be; None for any length
@@ -60,7 +61,7 @@ class Spectral(Fitted):
     beta2: Fraction = 0.999
     tau_relative: PositiveFloat = 0.3
     iterations: NonNegativeInt = 5
-    plain: tuple[str, ...] = EMBEDDINGS
+    plain: tuple[str, ...] = ()
     plain_lr: PositiveFloat = 0.1
     embedding_lr: PositiveFloat = 0.3
     clip_relative: PositiveFloat | None = 10.0
@@ -81,11 +82,17 @@ class Spectral(Fitted):
             place = slice(entry.offset, entry.offset + size)
             if len(entry.shape) < 2:
                 vectors.append(place)
-            elif any(fnmatchcase(entry.name, pattern) for pattern in self.plain):
+            elif self.is_embedding(entry):
                 embeddings.append(place)
             elif size:
                 matrices.append(entry)
         return found
+
+    def is_embedding(self, entry: Entry) -> bool:
+        """By its layer; where that is none of torch's own, by its name."""
+        names = self.plain if entry.kind == "matrix" else (*self.plain, *EMBEDDINGS)
+        named = any(fnmatchcase(entry.name, pattern) for pattern in names)
+        return entry.kind == "embedding" or named
 
     def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
         if w.dim() == 1:  # one holder is a block of one
