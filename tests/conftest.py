@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,10 @@ os.environ["PREFED_CACHE"] = "off"  # nothing is left in the home of who runs th
 # Processes that tests start, wherever they stand, take the package that is tested here.
 package = str(Path(prefed.__file__).resolve().parent.parent)
 os.environ["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+# Jobs in the background of a shell ignore Ctrl-C, and so would the processes that tests send it to.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("prefed", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("prefed")

@@ -102,6 +102,7 @@ def test_a_diverged_run_is_shown_as_diverged(tmp_path: Path) -> None:
     done = prefed_here(*words, *more, cwd=tmp_path)  # of the same runs
     assert done.returncode == 0, done.stderr
     assert "(2/2 diverged)" in done.stdout
+    assert "every run diverged: lower the step sizes" in done.stderr
     assert "Diverged" in (tmp_path / "c" / "report.html").read_text()
 
 

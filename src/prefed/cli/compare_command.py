@@ -54,4 +54,3 @@ def compare(
         print(f"report: {folder / 'report.html'}")
     if all(run.status == "diverged" for run in runs):
         print("every run diverged: lower the step sizes", file=sys.stderr)
-        raise typer.Exit(1)
