@@ -48,8 +48,7 @@ class Spectral(Fitted):
     beta2          the decay of P, the moving average of the squared distance from m
     tau_relative   added to sqrt(P), as a share of its root mean square; large values make it Muon
     iterations     of Newton and Schulz
-    plain          patterns of names: parameters that are trained as embeddings, besides those of
-                   embedding layers, and others of no layer with names that embeddings often have
+    plain          patterns of names: more parameters that are trained as embeddings
     plain_lr       the step size of vectors, as a share of that of the matrices
     embedding_lr   the step size of embeddings, as a share of that of the matrices
     clip_relative  how many times as long as expected a gradient may be; None for any length
