@@ -14,6 +14,8 @@ import torch
 from hypothesis import settings
 
 import prefed
+import prefed.contrib.mean_codecs
+import prefed.contrib.prefed_extended  # before tests put registries back to what they were
 
 # Tests run side by side on small problems: more threads only get into each other's way.
 os.environ["OMP_NUM_THREADS"] = "1"
