@@ -33,14 +33,14 @@ LOST = "lost"
 """Kept by a client whose codec has error feedback: what it has not sent yet of its changes."""
 
 
-def policy(algorithm: Algorithm, field: str) -> Policy:
-    return algorithm.sharing().get(field, reset())
-
-
 def policies(algorithm: Algorithm, fields: Iterable[str]) -> dict[str, Policy]:
-    """Of all these fields at once."""
+    """What happens to each of these fields at the end of a round."""
     chosen = algorithm.sharing()
     return {name: chosen.get(name, reset()) for name in fields}
+
+
+def policy(algorithm: Algorithm, field: str) -> Policy:
+    return policies(algorithm, [field])[field]
 
 
 def codec_of(algorithm: Algorithm, name: str) -> Codec:
