@@ -1,4 +1,4 @@
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
 from prefed.algorithms.fedavg import Fraction
@@ -46,6 +46,9 @@ class PreFedS(Algorithm):
     clip_relative: PositiveFloat | None = 10.0
     """A gradient that is more than this many times as long as m and P lead to expect is scaled down
     to that: both would remember one that explodes for long. None for any length."""
+    refresh: PositiveInt = 1
+    """Local steps of a matrix along one orthogonal direction, that of the first of them: with 5 a
+    step costs little more than PreFed's, and a smaller client_lr may be needed."""
     m_codec: CodecName = "exact"
     """The codec of m on its way to the server."""
     P_codec: CodecName = "exact"
@@ -56,7 +59,7 @@ class PreFedS(Algorithm):
 
     def client_rule(self) -> Rule:
         numbers = self.beta1, self.beta2, self.tau_relative, self.iterations
-        others = self.plain, self.plain_lr, self.embedding_lr, self.clip_relative
+        others = self.plain, self.plain_lr, self.embedding_lr, self.clip_relative, self.refresh
         return Spectral(*numbers, *others)
 
     def sharing(self) -> dict[str, Policy]:

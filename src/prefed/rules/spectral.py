@@ -1,13 +1,14 @@
 """PreFed's m and P, with a step whose singular values are near one for weight matrices."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import ClassVar
 
 import torch
-from pydantic import NonNegativeInt, PositiveFloat
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from prefed.core.layout import Entry, Layout
@@ -18,6 +19,8 @@ from prefed.rules.rule import RULES, Field, Fraction, State, accumulate, grow_ma
 
 TINY = 1e-30
 """Where a gradient is zero all over."""
+LARGEST = 512
+"""Rows or columns, whichever are fewer, of matrices that are taken in C: torch is better at more."""
 TAU = 1e-3
 """In place of sqrt(P) + tau_relative*r where P is zero all over, as in the covariance rule."""
 
@@ -52,6 +55,7 @@ class Spectral(Fitted):
     plain_lr       the step size of vectors, as a share of that of the matrices
     embedding_lr   the step size of embeddings, as a share of that of the matrices
     clip_relative  how many times as long as expected a gradient may be; None for any length
+    refresh        steps of a matrix along one u, of the first of them
     """
 
     elementwise: ClassVar[bool] = False
@@ -64,11 +68,13 @@ class Spectral(Fitted):
     plain_lr: PositiveFloat = 0.1
     embedding_lr: PositiveFloat = 0.3
     clip_relative: PositiveFloat | None = 10.0
+    refresh: PositiveInt = 1
 
     def fields(self, layout: Layout) -> dict[str, Field]:
         vector, mass = (layout.size,), Field((1,), nonnegative=True)
         P = Field(vector, nonnegative=True)
-        return {"m": Field(vector), "P": P, "m_mass": mass, "P_mass": mass}
+        found = {"m": Field(vector), "P": P, "m_mass": mass, "P_mass": mass}
+        return found | ({"u": Field(vector)} if self.refresh > 1 else {})
 
     @cached_property
     def places(self) -> tuple[list[Entry], list[slice], list[slice]]:
@@ -107,12 +113,17 @@ class Spectral(Fitted):
         ahead = g.lerp(state["m"], self.beta1)
         whole, embeddings, vectors = self.places
         for entry in whole:
+            target = entry.view(w)
+            if k % self.refresh:
+                target.sub_(entry.view(state["u"]), alpha=lr)
+                continue
             turned = orthogonal(matrices(ahead, entry), self.iterations)
             u = turned / self.damped(matrices(root, entry))[1]
             u *= _norm(turned) / (_norm(u) + TINY)
-            target, (rows, columns) = entry.view(w), u.shape[-2:]
-            scale = math.sqrt(max(1.0, rows / columns))
-            target.sub_(u.reshape(target.shape), alpha=lr * scale)
+            u = u.reshape(target.shape).mul_(scale(entry))
+            if self.refresh > 1:
+                entry.view(state["u"]).copy_(u)
+            target.sub_(u, alpha=lr)
         for place in embeddings:
             self.divided(w, m, root, [place], lr * self.embedding_lr)
         if vectors:
@@ -139,6 +150,86 @@ class Spectral(Fitted):
         """r, and sqrt(P)/r + tau_relative, for each of (C, rows, columns)."""
         r = root.square().mean((-2, -1), keepdim=True).sqrt_()
         return r, root / torch.where(r > 0, r, 1.0) + self.tau_relative
+
+
+    def in_c(self) -> str | None:
+        whole, embeddings, vectors = self.places
+        if any(min(shape(entry)) > LARGEST or not by_rows(entry) for entry in whole):
+            return None
+        lines = [
+            f"const real beta1 = {self.beta1!r}, beta2 = {self.beta2!r};",
+            "static _Thread_local real ahead[SIZE];",
+            "real shorter = 1, r;",
+        ]
+        if self.clip_relative is not None:
+            lines += [
+                "const double expected = sqrt(total(P, SIZE) / P_mass[0] +",
+                "                             squares(m, SIZE) / (m_mass[0] * m_mass[0]));",
+                f"const double limit = {self.clip_relative!r} * expected / sqrt(squares(g, SIZE));",
+                "if (expected > 0) shorter = limit > 1 ? 1 : limit;",
+            ]
+        lines += [
+            "for (int64_t i = 0; i < SIZE; i++) {",
+            "    const real its = shorter * g[i];",
+            "    m[i] += (1 - beta1) * (its - m[i]);",
+            "    P[i] = beta2 * P[i] + (1 - beta2) * ((its - m[i]) * (its - m[i]));",
+            "    ahead[i] = its + beta1 * (m[i] - its);",
+            "}",
+            "m_mass[0] += (1 - beta1) * (1 - m_mass[0]);",
+            "P_mass[0] += (1 - beta2) * (1 - P_mass[0]);",
+            "const real step = lr / m_mass[0], share = 1 / P_mass[0];",
+        ]
+        return "\n    ".join(["", *lines, *self._matrices(whole), *self._rest(embeddings, vectors)])
+
+    def _matrices(self, whole: list[Entry]) -> Iterator[str]:
+        """In C."""
+        if not whole:
+            return
+        sizes = {shape(entry) for entry in whole}
+        largest = " ".join(f"char m{r}_{c}[ORTHOGONAL({r}, {c})];" for r, c in sizes)
+        yield f"static _Thread_local real memory[sizeof(union {{{largest}}})];"
+        if self.refresh == 1:
+            yield "static _Thread_local real u[SIZE];"
+        tau = self.tau_relative
+        for entry in whole:
+            rows, columns = shape(entry)
+            at, size = entry.offset, rows * columns
+            turn = f"orthogonal({rows}, {columns}, {self.iterations}, ahead + {at}, u + {at}, memory)"
+            yield f"if (k % {self.refresh} == 0) {{"
+            yield f"    {turn};"
+            yield f"    divided({size}, {tau!r}, share, P + {at}, {scale(entry)!r}, u + {at});"
+            yield "}"
+            yield f"for (int64_t i = {at}; i < {at + size}; i++) w[i] -= lr * u[i];"
+
+    def _rest(self, embeddings: list[slice], vectors: list[slice]) -> Iterator[str]:
+        """In C."""
+        groups = [([place], self.embedding_lr) for place in embeddings]
+        for places, factor in [*groups, (vectors, self.plain_lr)]:
+            sizes = [place.stop - place.start for place in places]
+            if not sum(sizes):
+                continue
+            pairs = [*zip(places, sizes, strict=True)]
+            sums = " + ".join(f"(double)total(P + {p.start}, {size})" for p, size in pairs)
+            yield f"r = SQRT(share * (({sums}) / {sum(sizes)}));"
+            for p, size in pairs:
+                here = f"m + {p.start}, share, P + {p.start}, {self.tau_relative!r}, r"
+                yield f"along({size}, {factor!r} * step, {here}, w + {p.start});"
+
+
+def shape(entry: Entry) -> tuple[int, int]:
+    """Of a weight as a matrix: rows, columns."""
+    return entry.shape[0], math.prod(entry.shape[1:])
+
+
+def by_rows(entry: Entry) -> bool:
+    """Its rows lie one behind another, whatever the order inside them."""
+    rows, columns = shape(entry)
+    return rows == 1 or entry.stride[0] == columns
+
+
+def scale(entry: Entry) -> float:
+    rows, columns = shape(entry)
+    return math.sqrt(max(1.0, rows / columns))
 
 
 def _norm(matrix: Tensor) -> Tensor:

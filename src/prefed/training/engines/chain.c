@@ -7,22 +7,10 @@
 
    What is written by prefed (native_chains.py) stands below this file: the chain, as calls of these
    functions with numbers in place of sizes, so that the compiler can unroll every inner loop.
-   REAL, LANES, WIDTH and ROWS (of a product that is held in registers, times N) come before it, and others
-   that say what they are. */
+   vectors.c stands above, and WIDTH and ROWS (of a product that is held in registers, times N) come before
+   it, and others that say what they are. */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 32")
-
-typedef REAL real;
-typedef WHOLE whole; /* an integer as wide as a real */
-typedef real vec __attribute__((vector_size(LANES * sizeof(real)), aligned(sizeof(real)), may_alias));
-typedef whole mask __attribute__((vector_size(LANES * sizeof(real)), aligned(sizeof(real)), may_alias));
 enum { N = WIDTH / LANES, R = ROWS / N > 1 ? ROWS / N : 1, M = 4, RW = ROWS / M };
-enum { HELD = 64 }; /* sums at a time, at most: the compiler keeps those that are used in registers */
 
 INLINE real sum(vec v)
 {
@@ -45,32 +33,6 @@ INLINE void samples_last(int features, int count, const real *x, real *into)
         for (int b = 0; b < WIDTH; b++)
             for (int i = f; i < f + 16 && i < features; i++)
                 into[i * WIDTH + b] = b < count ? x[(int64_t)b * features + i] : 0;
-}
-
-/* LANES vectors as a square: rows become columns. */
-INLINE void turn(vec *v)
-{
-#if defined(__GNUC__) && !defined(__clang__)
-    UNROLL for (int s = 0; 1 << s < LANES; s++) {
-        const int half = 1 << s;
-        mask low = {0}, high = {0};
-        UNROLL for (int l = 0; l < LANES; l++) {
-            low[l] = l & half ? LANES + l - half : l;
-            high[l] = l & half ? LANES + l : l + half;
-        }
-        UNROLL for (int i = 0; i < LANES; i++)
-            if (!(i & half)) {
-                vec a = v[i], b = v[i + half];
-                v[i] = __builtin_shuffle(a, b, low);
-                v[i + half] = __builtin_shuffle(a, b, high);
-            }
-    }
-#else
-    real t[LANES][LANES];
-    memcpy(t, v, sizeof t);
-    for (int i = 0; i < LANES; i++)
-        for (int l = 0; l < LANES; l++) v[i][l] = t[l][i];
-#endif
 }
 
 /* `stride` numbers from one sample to the next are a multiple of LANES. */
@@ -464,8 +426,9 @@ int gradients(int64_t clients, int64_t samples, const real *w, real *g, int64_t 
     return failed;
 }
 
-/* A step of a client rule on the weights and the state of one client: a program of its own (rule.c). */
-typedef void Rule(real *w, const real *g, real *const *state, real lr);
+/* Step k of a round by a client rule, on the weights and the state of one client: a program of its own
+   (rule.c). */
+typedef void Rule(real *w, const real *g, real *const *state, real lr, int64_t k);
 
 enum { APART = 13 * 64 }; /* bytes; a cache line has 64 */
 
@@ -492,13 +455,13 @@ static int gather(int64_t count, const int64_t *numbers, int64_t samples, const 
 /* All local steps of each client, one client after another, so that its vectors stay in the cache. If it is
    large enough for them they are COPIED: a rule that walks along several vectors takes half the time where
    none of them begins within a cache line, or as far into its page as another.
-   Step k takes sizes[k] samples from starts[k] on. They lie in x as they lie in y, `x_row` numbers from
+   Step k, of a round in which `before` were taken, has sizes[k] samples from starts[k] on. They lie in x as they lie in y, `x_row` numbers from
    client to client; or, if there are `numbers`, these say for each of y which of the `samples` in x it is
    (then LABELS is 1). Field f of the state is rows of lengths[f]. -2 if a number is none of x. */
 int steps(int64_t clients, int64_t count, const int64_t *starts, const int64_t *sizes, real *w,
           const real *x, int64_t x_row, const int64_t *numbers, int64_t samples, const int64_t *y,
           int64_t y_row, real *losses, Rule *rule, int fields, real *const *state, const int64_t *lengths,
-          double lr, double decay, real *memory, real *scratch)
+          double lr, double decay, int64_t before, real *memory, real *scratch)
 {
     real *own[MOST_FIELDS], *g = room(&memory, 0, SIZE), *own_w = COPIED ? room(&memory, 1, SIZE) : 0;
     int64_t largest = 0;
@@ -520,7 +483,7 @@ int steps(int64_t clients, int64_t count, const int64_t *starts, const int64_t *
             if (failed) return failed;
             if (decay != 0)
                 for (int64_t i = 0; i < SIZE; i++) g[i] += (real)decay * own_w[i];
-            rule(own_w, g, own, (real)lr);
+            rule(own_w, g, own, (real)lr, before + k);
         }
         if (!COPIED) continue;
         memcpy(w + c * SIZE, own_w, SIZE * sizeof(real));

@@ -25,6 +25,7 @@ from prefed.training.engines.native_writing import (
     TYPES,
     NotNative,
     Shape,
+    Vectors,
     text,
 )
 
@@ -81,12 +82,16 @@ class Program:
         """A step of a rule, as `steps` takes it."""
         if len(state) > MOST_FIELDS:
             raise CannotCompile(f"a rule with more than {MOST_FIELDS} fields")
-        real, _, _ = TYPES[self.dtype]
+        real, whole, size = TYPES[self.dtype]
+        lanes, rows = Vectors.widest(size)
+        head = {"REAL": real, "WHOLE": whole, "LANES": lanes, "ROWS": rows, "SIZE": self.size}
+        files = ["vectors.c", "rule.c"]
+        files += ["product.c", "orthogonal.c"] if "orthogonal(" in lines else []
         source = [
-            f"#define REAL {real}",
-            f"#define SIZE {self.size}",
-            text("rule.c"),
-            "void rule(real *restrict w, const real *restrict g, real *const *state, real lr)",
+            *(f"#define {name} {value}" for name, value in head.items()),
+            *map(text, files),
+            "void rule(real *restrict w, const real *restrict g, real *const *state, real lr,",
+            "          int64_t k)",
             "{",
             *(f"    real *restrict {name} = state[{i}];" for i, name in enumerate(state)),
             lines,
@@ -114,10 +119,11 @@ class Program:
         losses: Tensor,
         lr: float,
         decay: float,
+        before: int,
         memory: Tensor,
         scratch: Tensor,
     ) -> None:
-        """Local steps of each client with a rule in C, on batches of these sizes that follow one
+        """Local steps of each client with a rule in C, after so many of the round, on batches of these sizes that follow one
         another in y (C, ...) and in x, or whose samples in x have these numbers (C, ...). The sums
         of the losses are added to `losses`. `memory` is for what `room` says."""
         starts = [0, *accumulate(sizes)][:-1]
@@ -129,7 +135,8 @@ class Program:
             ctypes.c_int64(y.stride(0)), pointer(losses), rule, len(fields),
             (ctypes.c_void_p * len(fields))(*(value.data_ptr() for value in fields)),
             (ctypes.c_int64 * len(fields))(*(value[0].numel() for value in fields)),
-            ctypes.c_double(lr), ctypes.c_double(decay), pointer(memory), pointer(scratch),
+            ctypes.c_double(lr), ctypes.c_double(decay), ctypes.c_int64(before), pointer(memory),
+            pointer(scratch),
         )  # fmt: skip
         _raise_if(failed)
 

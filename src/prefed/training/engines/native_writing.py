@@ -86,7 +86,7 @@ class Written:
     samples: int
     """In a pass."""
     files: tuple[str, ...] = ("chain.c",)
-    """What stands above it."""
+    """What stands above it, below vectors.c."""
     sizes: dict[str, object] = field(default_factory=dict)
     """Names of numbers in these files."""
     tables: Sequence[str] = ()
@@ -109,7 +109,7 @@ class Written:
         return "\n".join(
             [
                 *(f"#define {name} {value}" for name, value in head.items()),
-                *map(text, self.files),
+                *map(text, ("vectors.c", *self.files)),
                 *self.tables,
                 "static __attribute__((noinline)) int forward(const real *w, const real *x,",
                 "                                             int count, real *scratch)",

@@ -1,5 +1,6 @@
 /* y = w x (+ bias, + y): numbers of w, which may lie in any way, times vectors of x, by rows of w and y, terms, and
-   columns of x and y, a tile of sums in registers at a time. It stands below chain.c. */
+   columns of x and y, a tile of sums in registers at a time. vectors.c stands above, and ROWS, of a product
+   that is held in registers, comes before it. */
 
 #define ROUND(features) (((features) + LANES - 1) / LANES * LANES)
 

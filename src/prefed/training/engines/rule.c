@@ -1,10 +1,5 @@
-/* What stands before the lines of a rule (Rule.in_c). REAL and SIZE, the number of weights, come before
-   it. */
-
-#include <math.h>
-#include <stdint.h>
-
-typedef REAL real;
+/* What stands before the lines of a rule (Rule.in_c). vectors.c stands above, and SIZE, the number of weights,
+   comes before it. */
 
 static inline real SQRT(real x) { return sizeof x == 8 ? sqrt(x) : sqrtf(x); }
 
@@ -21,3 +16,15 @@ static inline real total(const real *x, int64_t size)
     return (real)t[0];
 }
 
+/* The sum of their squares, likewise. */
+static inline double squares(const real *x, int64_t size)
+{
+    double t[16] = {0};
+    int64_t i = 0;
+    for (; i + 16 <= size; i += 16)
+        for (int l = 0; l < 16; l++) t[l] += (double)x[i + l] * x[i + l];
+    for (; i < size; i++) t[0] += (double)x[i] * x[i];
+    for (int half = 8; half; half /= 2)
+        for (int l = 0; l < half; l++) t[l] += t[l + half];
+    return t[0];
+}

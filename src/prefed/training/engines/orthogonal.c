@@ -1,0 +1,125 @@
+/* Steps of weight matrices whose singular values are brought near one (rules/muon.py, rules/spectral.py).
+   rule.c and product.c stand above. */
+
+enum { HIGH = ROWS / COLUMNS, TERMS = 512 }; /* rows of a tile; terms whose vectors stay in the cache */
+
+#define UP(number, of) (((number) + (of) - 1) / (of) * (of))
+/* Numbers of a matrix of whole tiles. */
+#define TILED(rows, columns) (UP(rows, HIGH) * (int64_t)UP(columns, LANES))
+#define SHORT(rows, columns) ((rows) < (columns) ? (rows) : (columns))
+#define LONG(rows, columns) ((rows) < (columns) ? (columns) : (rows))
+/* Numbers that `orthogonal` needs. */
+#define ORTHOGONAL(rows, columns)                                                              \
+    (2 * TILED(SHORT(rows, columns), LONG(rows, columns)) + TILED(LONG(rows, columns), SHORT(rows, columns)) + \
+     4 * TILED(SHORT(rows, columns), SHORT(rows, columns)))
+
+INLINE void tiles(int columns, int rows, int terms, const real *w, int w_row, const real *x, int x_row, real *y,
+                  int y_row)
+{
+    for (int from = 0; from < terms; from += TERMS)
+        for (int r = 0; r < rows; r += HIGH)
+            product_tile(HIGH, columns, from, terms - from < TERMS ? terms : from + TERMS, w + r * w_row, w_row, 1,
+                         (const vec *)x, x_row / LANES, 0, (vec *)(y + r * y_row), y_row / LANES, from > 0);
+}
+
+/* y = w x: rows x terms, times terms x columns. Rows may be written up to the end of a tile. */
+static void multiply(int rows, int terms, int columns, const real *w, int w_row, const real *x, int x_row, real *y,
+                     int y_row)
+{
+    int vectors = UP(columns, LANES) / LANES, c = 0;
+    for (; c + COLUMNS <= vectors; c += COLUMNS)
+        tiles(COLUMNS, rows, terms, w, w_row, x + c * LANES, x_row, y + c * LANES, y_row);
+    x += c * LANES, y += c * LANES;
+    switch (vectors - c) {
+    case 1: tiles(1, rows, terms, w, w_row, x, x_row, y, y_row); break;
+    case 2: tiles(2, rows, terms, w, w_row, x, x_row, y, y_row); break;
+    case 3: tiles(3, rows, terms, w, w_row, x, x_row, y, y_row); break;
+    }
+}
+
+/* Of a matrix in whole vectors, into one in whole vectors; what lies beyond it is 0 in both. */
+static void transpose(int rows, int columns, const real *x, int x_row, real *into, int into_row)
+{
+    for (int r = 0; r < rows; r += LANES)
+        for (int c = 0; c < columns; c += LANES) {
+            vec square[LANES];
+            UNROLL for (int i = 0; i < LANES; i++)
+                square[i] = r + i < rows ? *(const vec *)(x + (r + i) * x_row + c) : (vec){0};
+            turn(square);
+            UNROLL for (int i = 0; i < LANES; i++)
+                if (c + i < columns) *(vec *)(into + (c + i) * into_row + r) = square[i];
+        }
+}
+
+/* F = b A + c A A (+ a on the diagonal). */
+static void polynomial(int n, int row, const real *A, real *F, double a)
+{
+    const real b = -4.7750, c = 2.0315;
+    multiply(n, n, n, A, row, A, row, F, row);
+    for (int64_t i = 0; i < (int64_t)n * row; i++) F[i] = b * A[i] + c * F[i];
+    for (int i = 0; i < n; i++) F[i * row + i] += (real)a;
+}
+
+/* About U V^T of x = U S V^T, a matrix of `rows` and `columns`; without an iteration, x over its norm. `memory` is
+   for ORTHOGONAL(rows, columns) numbers. */
+static void orthogonal(int rows, int columns, int iterations, const real *x, real *into, real *memory)
+{
+    const real a = 3.4445;
+    const int n = SHORT(rows, columns), m = LONG(rows, columns), tall = rows > columns;
+    const int N_ROW = UP(n, LANES), M_ROW = UP(m, LANES);
+    real *X = memory, *Y = X + TILED(n, m), *T = Y + TILED(n, m), *A = T + TILED(m, n);
+    real *F = A + TILED(n, n), *B = F + TILED(n, n), *product = B + TILED(n, n);
+    const real norm = 1 / ((real)sqrt(squares(x, (int64_t)rows * columns)) + (real)1e-7);
+    real *first = tall ? T : X;
+    const int row = tall ? N_ROW : M_ROW;
+    for (int r = 0; r < rows; r++) {
+        for (int c = 0; c < columns; c++) first[r * row + c] = norm * x[r * columns + c];
+        for (int c = columns; c < row; c++) first[r * row + c] = 0;
+    }
+    if (tall) transpose(m, n, T, N_ROW, X, M_ROW);
+    else transpose(n, m, X, M_ROW, T, N_ROW);
+    if (m >= 3 * n && iterations) { /* X is multiplied twice in all, and not in each iteration */
+        multiply(n, m, n, X, M_ROW, T, N_ROW, A, N_ROW);
+        polynomial(n, N_ROW, A, product, a);
+        const real *newest = product;
+        for (int k = 1; k < iterations; k++) { /* A = F A F, and product = F product */
+            multiply(n, n, n, newest, N_ROW, A, N_ROW, B, N_ROW);
+            multiply(n, n, n, B, N_ROW, newest, N_ROW, A, N_ROW);
+            polynomial(n, N_ROW, A, F, a);
+            multiply(n, n, n, F, N_ROW, product, N_ROW, B, N_ROW);
+            memcpy(product, B, (int64_t)n * N_ROW * sizeof(real));
+            newest = F;
+        }
+        multiply(n, n, m, product, N_ROW, X, M_ROW, Y, M_ROW);
+        real *swap = X;
+        X = Y, Y = swap;
+    } else
+        for (int k = 0; k < iterations; k++) { /* X = a X + (b A + c A A) X with A = X X^T */
+            if (k) transpose(n, m, X, M_ROW, T, N_ROW);
+            multiply(n, m, n, X, M_ROW, T, N_ROW, A, N_ROW);
+            polynomial(n, N_ROW, A, F, 0);
+            multiply(n, n, m, F, N_ROW, X, M_ROW, Y, M_ROW);
+            for (int64_t i = 0; i < (int64_t)n * M_ROW; i++) X[i] = a * X[i] + Y[i];
+        }
+    if (tall) transpose(n, m, X, M_ROW, T, N_ROW);
+    const real *last = tall ? T : X;
+    for (int r = 0; r < rows; r++) memcpy(into + r * columns, last + r * row, columns * sizeof(real));
+}
+
+/* u / (sqrt(P) / r + relative), r the root mean square of sqrt(P), scaled to the norm of u, times `scale`; `share`
+   is what P is multiplied by. */
+static void divided(int64_t size, double relative, real share, const real *P, double scale, real *u)
+{
+    const real r = SQRT(share * (total(P, size) / size)), over = r > 0 ? 1 / r : 1;
+    const double before = sqrt(squares(u, size));
+    for (int64_t i = 0; i < size; i++) u[i] = u[i] / (SQRT(share * P[i]) * over + (real)relative);
+    const real factor = (real)(scale * before / (sqrt(squares(u, size)) + 1e-30));
+    for (int64_t i = 0; i < size; i++) u[i] *= factor;
+}
+
+/* w -= lr m / (sqrt(P) + relative * r); where r is zero, lr m / 0.001. */
+static void along(int64_t size, real lr, const real *m, real share, const real *P, double relative, real r, real *w)
+{
+    for (int64_t i = 0; i < size; i++)
+        w[i] -= lr * m[i] / (r > 0 ? SQRT(share * P[i]) + (real)relative * r : (real)0.001);
+}
