@@ -176,6 +176,7 @@ CASES["prefeds"] = [
     *grid(plain=[("0.*",), ("2.*",)], embedding_lr=[0.3, 1.0], tau_relative=[0.05, 0.3]),
     {"plain": ("0.*", "2.*"), "beta1": 0.0, "client_lr": 0.01},
     *grid(clip_relative=[None, 0.5, 1.0], beta1=[0.5, 0.95]),
+    *grid(refresh=[2, 3], plain=[(), ("0.*",)]),
 ]
 CASES["prefedslite"] = [{"upload": "exact", "m_codec": "exact", "P_codec": "exact"}]
 FIRST_CASE = {"prefedlite", "prefedmlite", "prefedslite", "fedpac"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from prefed.rules.adam import Adam, Yogi
 from prefed.rules.covariance import Covariance
 from prefed.rules.rule import in_c
 from prefed.rules.sgd import SGD
+from prefed.rules.spectral import Spectral
 from prefed.training.engines import native_program, native_writing
-from prefed.training.engines.native_program import Program
+from prefed.training.engines.native_program import Program, pointer
 from prefed.training.engines.native_writing import Vectors
 from tests.helpers.engine_runs import batchnorm, run, same
 from tests.helpers.native_gradients import compare
@@ -146,7 +148,8 @@ def test_gradients_are_those_of_autograd(
         SGD(), SGD(0.9), SGD(0.9, nesterov=True), Covariance(), Covariance(accumulate="sum"),
         Covariance(step_with="g", bias_correction=True, tau_relative=0.1),
         Covariance(bias_correction=True), Covariance(tau_relative=0.3), AdaGrad(), Adam(),
-        Adam(bias_correction=True, tau_inside=True),
+        Adam(bias_correction=True, tau_inside=True), Spectral(), Spectral(iterations=2, refresh=4),
+        Spectral(clip_relative=None, beta1=0.0), Spectral(clip_relative=0.5, plain=("1.*",)),
     ],
     ids=str,
 )  # fmt: skip
@@ -155,6 +158,7 @@ def test_rules_in_c_are_those_in_torch(rule: Rule, by_number: bool) -> None:
     """Thirty steps of two clients with weight decay, whose gradients are autograd's."""
     model = relus()
     layout = Layout.of(model.named_parameters())
+    rule = rule.fit(layout)
     program, clients, steps = Program(model, layout, (SIZES[0],), torch.float64, 5), 2, 30
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(clients, 5 * steps, SIZES[0], dtype=torch.float64, generator=generator)
@@ -172,7 +176,8 @@ def test_rules_in_c_are_those_in_torch(rule: Rule, by_number: bool) -> None:
     memory = w.new_empty(program.room(mine[1], 5))
     numbers = torch.arange(y.numel()).view_as(y) if by_number else None
     given = x.flatten(0, 1) if by_number else x
-    program.steps(step, *mine, [5] * steps, given, y, numbers, losses, 0.01, 0.02, memory, scratch)
+    rest = losses, 0.01, 0.02, 0, memory, scratch
+    program.steps(step, *mine, [5] * steps, given, y, numbers, *rest)
     for k in range(steps):
         part = slice(5 * k, 5 * k + 5)
         program.gradients(w, g, x[:, part], y[:, part], torch.zeros(2).double(), scratch)
@@ -181,6 +186,45 @@ def test_rules_in_c_are_those_in_torch(rule: Rule, by_number: bool) -> None:
     torch.testing.assert_close(mine[0], w, rtol=0, atol=1e-11)
     for name, value in theirs[1].items():
         torch.testing.assert_close(mine[1][name], value, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("iterations", [0, 1, 5])
+def test_orthogonal_steps_in_c_are_those_in_torch(dtype: torch.dtype, iterations: int) -> None:
+    """Matrices that are tall, wide, square, single rows and columns, with more columns than are
+    added up at a time, and a convolution with its channels last; none fills vectors and tiles."""
+    shapes = [(3, 2), (17, 50), (50, 17), (33, 33), (1, 9), (9, 1), (5, 1200), (1200, 5), (70, 97)]
+    images = torch.empty(6, 5, 3, 3, dtype=dtype).to(memory_format=torch.channels_last)
+    tensors = [torch.empty(shape, dtype=dtype) for shape in shapes] + [images, images[0, 0, 0]]
+    layout = Layout.of((f"p{n}", tensor) for n, tensor in enumerate(tensors))
+    rule = Spectral(iterations=iterations, beta1=0.5).fit(layout)
+    assert (lines := in_c(rule)) is not None
+    generator = torch.Generator().manual_seed(3)
+    w = torch.randn(layout.size, dtype=dtype, generator=generator)
+    mine, theirs = (
+        (w.clone(), {name: field.new(w) for name, field in rule.fields(layout).items()})
+        for _ in range(2)
+    )
+    program = Program(relus(dtype), Layout.of(relus(dtype).named_parameters()), SIZES[:1], dtype, 5)
+    program.size = layout.size
+    step = program.rule(lines, [*mine[1]])
+    fields = [value.data_ptr() for value in mine[1].values()]
+    real = ctypes.c_float if dtype == torch.float32 else ctypes.c_double
+    for k in range(3):
+        g = torch.randn(layout.size, dtype=dtype, generator=generator)
+        state = (ctypes.c_void_p * len(fields))(*fields)
+        step(pointer(mine[0]), pointer(g), state, real(0.1), ctypes.c_int64(k))
+        rule.step(theirs[0], g, theirs[1], 0.1, k)
+    tolerance = 1e-11 if dtype == torch.float64 else 2e-4
+    torch.testing.assert_close(mine[0], theirs[0], rtol=0, atol=tolerance)
+    for name, value in theirs[1].items():
+        torch.testing.assert_close(mine[1][name], value, rtol=1e-5, atol=tolerance)
+
+
+def test_large_matrices_are_left_to_torch() -> None:
+    shapes = {"a": (600, 700), "b": (10, 700)}
+    layouts = [Layout.of([(n, torch.empty(shape))]) for n, shape in shapes.items()]
+    assert [in_c(Spectral().fit(layout)) is None for layout in layouts] == [True, False]
 
 
 def test_vectors_that_are_too_large_to_copy_train_where_they_lie(
@@ -203,7 +247,7 @@ def test_a_rule_that_inherits_has_no_c_of_its_own() -> None:
     assert in_c(Yogi()) is None
 
 
-@pytest.mark.parametrize("name", ["fedavg", "prefed", "scaffold"])
+@pytest.mark.parametrize("name", ["fedavg", "prefed", "prefeds", "scaffold"])
 def test_bits_do_not_depend_on_the_number_of_workers(name: str) -> None:
     options: dict[str, Any] = {"clients_per_round": None, "weighting": "samples", "rounds": 4}
     one, two = (run(name, relus(), "native", workers=workers, **options) for workers in (1, 2))

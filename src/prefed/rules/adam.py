@@ -92,7 +92,7 @@ class Adam(_Moments):
     const real beta1 = {self.beta1!r}, beta2 = {self.beta2!r}, tau = {self.tau!r};
     const real step = lr / ({m_mass}), share = 1 / ({v_mass});
     for (int64_t i = 0; i < SIZE; i++) {{
-        m[i] += (1 - beta1) * (g[i] - m[i]);
+        m[i] = lerp(m[i], g[i], 1 - beta1);
         v[i] = beta2 * v[i] + (1 - beta2) * (g[i] * g[i]);
         w[i] -= step * m[i] / ({root});
     }}"""

@@ -119,7 +119,7 @@ class Covariance(Rule):
     const real step = lr / ({m_mass}), share = 1 / ({P_mass});
     real tau = {self.tau!r};
     for (int64_t i = 0; i < SIZE; i++) {{
-        m[i] += (1 - beta1) * (g[i] - m[i]);
+        m[i] = lerp(m[i], g[i], 1 - beta1);
         real r = g[i] - m[i];
         P[i] = {P};
     {"" if self.tau_relative is None else between}

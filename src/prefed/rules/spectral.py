@@ -171,9 +171,9 @@ class Spectral(Fitted):
         lines += [
             "for (int64_t i = 0; i < SIZE; i++) {",
             "    const real its = shorter * g[i];",
-            "    m[i] += (1 - beta1) * (its - m[i]);",
+            "    m[i] = lerp(m[i], its, 1 - beta1);",
             "    P[i] = beta2 * P[i] + (1 - beta2) * ((its - m[i]) * (its - m[i]));",
-            "    ahead[i] = its + beta1 * (m[i] - its);",
+            "    ahead[i] = lerp(its, m[i], beta1);",
             "}",
             "m_mass[0] += (1 - beta1) * (1 - m_mass[0]);",
             "P_mass[0] += (1 - beta2) * (1 - P_mass[0]);",

@@ -169,7 +169,8 @@ class PreFedS(Algorithm):
         b1, b2 = o["beta1"], o["beta2"]
         s: dict[str, Any] = dict(self.shared)
         w_i, loss_i = w.copy(), 0.0
-        for x, y in self.task.local_data(t, i):
+        directions: list[Array] = []
+        for k, (x, y) in enumerate(self.task.local_data(t, i)):
             loss, g = self.task.gradient(w_i, x, y)
             loss_i += loss / self.task.count(t, i)
             if o["clip_relative"] and s["m_mass"] > 0:
@@ -187,10 +188,13 @@ class PreFedS(Algorithm):
             for e in self.tables:
                 u = self.divided(m[e.slice], p[e.slice])
                 after[e.slice] -= lr * o["embedding_lr"] * u
-            for e in self.layers:
-                whole = newton_schulz(ahead[e.slice].reshape(e.shape), o["iterations"]).ravel()
-                u = self.divided(whole, p[e.slice])
-                u *= np.linalg.norm(whole) / (np.linalg.norm(u) + 1e-30)
+            if k % o["refresh"] == 0:
+                directions = []
+                for e in self.layers:
+                    whole = newton_schulz(ahead[e.slice].reshape(e.shape), o["iterations"]).ravel()
+                    u = self.divided(whole, p[e.slice])
+                    directions.append(u * np.linalg.norm(whole) / (np.linalg.norm(u) + 1e-30))
+            for e, u in zip(self.layers, directions, strict=True):
                 after[e.slice] -= lr * np.sqrt(max(1.0, e.shape[0] / e.shape[1])) * u
             w_i = self.aligned(t, i, w_i, after)
         return w_i, s, loss_i
@@ -401,7 +405,7 @@ DEFAULTS |= {
     },
     "prefeds": {
         "beta1": 0.95, "beta2": 0.999, "tau_relative": 0.3, "iterations": 5, "plain_lr": 0.1,
-        "plain": (), "embedding_lr": 0.3, "clip_relative": 10.0, "tensors": None,
+        "plain": (), "embedding_lr": 0.3, "clip_relative": 10.0, "refresh": 1, "tensors": None,
         "upload": "exact", "m_codec": "exact", "P_codec": "exact", "mean_of_rounds": 4.0,
     },
     "fedmuon": {

@@ -3,6 +3,12 @@
 
 static inline real SQRT(real x) { return sizeof x == 8 ? sqrt(x) : sqrtf(x); }
 
+/* A share of the way from a to b, as torch has it: with all of it, b to the bit. */
+static inline real lerp(real a, real b, real share)
+{
+    return share < (real)0.5 ? a + share * (b - a) : b - (1 - share) * (b - a);
+}
+
 /* The sum of some numbers, in sixteen parts, whatever the processor. */
 static inline real total(const real *x, int64_t size)
 {
