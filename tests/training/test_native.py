@@ -176,8 +176,9 @@ def test_rules_in_c_are_those_in_torch(rule: Rule, by_number: bool) -> None:
     memory = w.new_empty(program.room(mine[1], 5))
     numbers = torch.arange(y.numel()).view_as(y) if by_number else None
     given = x.flatten(0, 1) if by_number else x
-    rest = losses, 0.01, 0.02, 0, memory, scratch
-    program.steps(step, *mine, [5] * steps, given, y, numbers, *rest)
+    program.steps(
+        step, *mine, [5] * steps, given, y, numbers, losses, 0.01, 0.02, 0, memory, scratch
+    )
     for k in range(steps):
         part = slice(5 * k, 5 * k + 5)
         program.gradients(w, g, x[:, part], y[:, part], torch.zeros(2).double(), scratch)
@@ -198,7 +199,8 @@ def test_orthogonal_steps_in_c_are_those_in_torch(dtype: torch.dtype, iterations
     tensors = [torch.empty(shape, dtype=dtype) for shape in shapes] + [images, images[0, 0, 0]]
     layout = Layout.of((f"p{n}", tensor) for n, tensor in enumerate(tensors))
     rule = Spectral(iterations=iterations, beta1=0.5).fit(layout)
-    assert (lines := in_c(rule)) is not None
+    lines = in_c(rule)
+    assert lines is not None
     generator = torch.Generator().manual_seed(3)
     w = torch.randn(layout.size, dtype=dtype, generator=generator)
     mine, theirs = (
@@ -495,6 +497,6 @@ def test_a_sample_that_is_not_there_is_refused() -> None:
         numbers = torch.tensor([[0, 1, 2, 3, wrong]])
         with pytest.raises(IndexError, match="a sample that is not there"):
             program.steps(
-                step, w, {}, [5], x, y[None, :5].clone(), numbers, x.new_zeros(1), 0.1, 0.0,
+                step, w, {}, [5], x, y[None, :5].clone(), numbers, x.new_zeros(1), 0.1, 0.0, 0,
                 memory, scratch,
             )  # fmt: skip

@@ -59,8 +59,8 @@ class PreFedS(Algorithm):
 
     def client_rule(self) -> Rule:
         numbers = self.beta1, self.beta2, self.tau_relative, self.iterations
-        others = self.plain, self.plain_lr, self.embedding_lr, self.clip_relative, self.refresh
-        return Spectral(*numbers, *others)
+        others = self.plain, self.plain_lr, self.embedding_lr, self.clip_relative
+        return Spectral(*numbers, *others, refresh=self.refresh)
 
     def sharing(self) -> dict[str, Policy]:
         vectors = {"m": average(codec=self.m_codec), "P": average(codec=self.P_codec)}

@@ -20,7 +20,7 @@ from prefed.rules.rule import RULES, Field, Fraction, State, accumulate, grow_ma
 TINY = 1e-30
 """Where a gradient is zero all over."""
 LARGEST = 512
-"""Rows or columns, whichever are fewer, of matrices that are taken in C: torch is better at more."""
+"""Rows or columns, the fewer of them, of matrices that are taken in C: torch is better at more."""
 TAU = 1e-3
 """In place of sqrt(P) + tau_relative*r where P is zero all over, as in the covariance rule."""
 
@@ -151,7 +151,6 @@ class Spectral(Fitted):
         r = root.square().mean((-2, -1), keepdim=True).sqrt_()
         return r, root / torch.where(r > 0, r, 1.0) + self.tau_relative
 
-
     def in_c(self) -> str | None:
         whole, embeddings, vectors = self.places
         if any(min(shape(entry)) > LARGEST or not by_rows(entry) for entry in whole):
@@ -194,9 +193,9 @@ class Spectral(Fitted):
         for entry in whole:
             rows, columns = shape(entry)
             at, size = entry.offset, rows * columns
-            turn = f"orthogonal({rows}, {columns}, {self.iterations}, ahead + {at}, u + {at}, memory)"
+            own = f"ahead + {at}, u + {at}"
             yield f"if (k % {self.refresh} == 0) {{"
-            yield f"    {turn};"
+            yield f"    orthogonal({rows}, {columns}, {self.iterations}, {own}, memory);"
             yield f"    divided({size}, {tau!r}, share, P + {at}, {scale(entry)!r}, u + {at});"
             yield "}"
             yield f"for (int64_t i = {at}; i < {at + size}; i++) w[i] -= lr * u[i];"

@@ -123,9 +123,10 @@ class Program:
         memory: Tensor,
         scratch: Tensor,
     ) -> None:
-        """Local steps of each client with a rule in C, after so many of the round, on batches of these sizes that follow one
-        another in y (C, ...) and in x, or whose samples in x have these numbers (C, ...). The sums
-        of the losses are added to `losses`. `memory` is for what `room` says."""
+        """Local steps of each client with a rule in C, after those `before` them in the round, on
+        batches of these sizes that follow one another in y (C, ...) and in x, or whose samples in x
+        have these numbers (C, ...). The sums of the losses are added to `losses`. `memory` is for
+        what `room` says."""
         starts = [0, *accumulate(sizes)][:-1]
         integers, fields = ctypes.c_int64 * len(sizes), list(state.values())
         failed = self.library.steps(
