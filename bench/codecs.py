@@ -3,9 +3,10 @@
     python bench/codecs.py
 
 The round is PreFed's on one core, without codecs. Each codec's time is that of one vector for every
-client of the round, one client at a time as the sequential engine has it; PreFedLite's is the whole
-way of its message. Times are those of the processor, on one thread. Rounds and codecs take turns,
-so that a slow moment hits both; medians.
+client of the round, one client at a time: there and back in one
+process, in C as the native engine has it, and in two, as Flower has it, where a message is written
+and read. PreFedLite's is the whole way of what it sends. Times are those of the processor, on one
+thread. Rounds and codecs take turns, so that a slow moment hits both; medians.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,8 +22,9 @@ import torch
 import prefed
 from prefed.bench.workloads import w2
 from prefed.codecs import codec
+from prefed.codecs.interface import Blockwise
 from prefed.core import draws
-from prefed.training.messages import receive, upload
+from prefed.training.messages import exchange, receive, upload
 from prefed.training.round import Server, Update
 
 PASSES = 7
@@ -36,7 +39,7 @@ def main() -> None:
         clients_per_round=load.clients_per_round,
         local_steps=load.local_steps,
         batch_size=load.batch_size,
-        engine="sequential",
+        engine="native",
         device="cpu",
         evaluate_every=10**6,
     )
@@ -46,12 +49,15 @@ def main() -> None:
     P = change.pow(2) * torch.rand(1, layout.size)
     like, cohort = change[0], range(load.clients_per_round)
 
-    def vector(name: str) -> None:
+    def vector(name: str, in_one_process: bool) -> None:
         way = codec(name)
         x = change if way.signed else P
         for client in cohort:
-            noise = partial(draws.noise, 0, "codec", 0, [client])
-            way.decode(way.encode(x, layout, noise), layout, like)
+            noise = draws.Noise(0, "codec", 0, [client])
+            if in_one_process and isinstance(way, Blockwise):
+                way.send(x.clone(), noise)
+            else:
+                way.decode(way.encode(x, layout, noise), layout, like)
 
     lite = prefed.PreFedLite()
     server = Server.start(lite, layout, like, like[:0])
@@ -60,15 +66,20 @@ def main() -> None:
     values = {n: P if n == "P" else change[:, : v.numel()] for n, v in likes.items()}
     update = Update(values, {}, change[:, 0], [load.local_steps])
 
-    def message() -> None:
+    def message(in_one_process: bool) -> None:
         for client in cohort:
-            sent, _ = upload(lite, server, update, [client], {}, 0)
-            receive(lite, server, sent)
+            if in_one_process:
+                own = replace(update, values={n: v.clone() for n, v in values.items()})
+                exchange(lite, server, own, [client], {}, 0)
+            else:
+                sent, _ = upload(lite, server, update, [client], {}, 0)
+                receive(lite, server, sent)
 
     names = [name for name in prefed.CODECS.names() if name != "exact"]
     candidates: dict[str, Callable[[], object]] = {"round": simulation.run_round}
-    candidates |= {name: partial(vector, name) for name in names}
-    candidates["PreFedLite, all it sends"] = message
+    for there, where in ((True, "one process"), (False, "two")):
+        candidates |= {f"{name}, {where}": partial(vector, name, there) for name in names}
+        candidates[f"PreFedLite, all it sends, {where}"] = partial(message, there)
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(1 + PASSES):
         for name, run in candidates.items():
@@ -78,11 +89,11 @@ def main() -> None:
                 times[name].append(time.process_time() - start)
     round = statistics.median(times.pop("round"))
     print(f"{load.title}; d = {layout.size:,}, one core, median of {PASSES} passes")
-    print(f"{'a round of PreFed':<28} {1e3 * round:8.1f} ms")
+    print(f"{'a round of PreFed':<40} {1e3 * round:8.1f} ms")
     for name, taken in times.items():
         median = statistics.median(taken)
         over = "   over the target of 5 %" if median > TARGET * round else ""
-        print(f"{name:<28} {1e3 * median:8.1f} ms   {median / round:6.1%} of a round{over}")
+        print(f"{name:<40} {1e3 * median:8.1f} ms   {median / round:6.1%} of a round{over}")
 
 
 if __name__ == "__main__":

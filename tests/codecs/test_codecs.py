@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import prefed
-from prefed.codecs import CODECS, Codec, Noise, codec
-from prefed.codecs.logarithmic import Logarithmic
+from prefed.codecs import CODECS, Codec, Noise, Parts, codec, powers, sending
+from prefed.codecs.interface import Blockwise
+from prefed.codecs.logarithmic import Log8, Logarithmic
 from prefed.core import draws
+from prefed.core.c_programs import compiler
 from prefed.core.layout import Layout
 
 NAMES = [*CODECS.names(), "topk(0.02)", "topk(1)"]
@@ -338,3 +341,65 @@ def test_codecs_that_do_not_fit_are_refused(options: dict[str, Any], message: st
     settings = prefed.Settings(rounds=1, local_steps=1, device="cpu")
     with pytest.raises(prefed.PrefedError, match=message):
         prefed.Simulation(prefed.PreFed(**options), tiny_model(), tiny_data(), settings)
+
+
+class Doubled(Log8):
+    """What it inherits in C is not its own."""
+
+    def encode_piece(self, x: Tensor, noise: Tensor) -> Parts:
+        return super().encode_piece(x.mul(2), noise)
+
+
+def test_c_is_not_that_of_another_codec(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "in_use", lambda: True)
+    x = torch.rand(1, sending.WORTH_IT)
+    back = x.clone()
+    Doubled().send(back, noise(0))
+    torch.testing.assert_close(back, 2 * x, rtol=0.2, atol=0)
+
+
+HANDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: x * 1e-3,
+    "over the whole range": lambda x: x * torch.linspace(-140, 127, x.shape[1]).exp2(),
+    "zeros of both signs": lambda x: x * torch.tensor([1.0, 0, -0.0]).repeat(2000)[: x.shape[1]],
+    "zero": torch.zeros_like,
+    "huge": lambda x: x * 3e38,
+    "subnormal": lambda x: x * 1e-40,
+    "alike": lambda x: torch.full_like(x, 0.3),
+    "not finite": lambda x: torch.where(x > 2.5, math.inf, torch.where(x < -2.5, math.nan, x)),
+}
+
+
+@pytest.mark.process
+@pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
+@pytest.mark.parametrize("values", HANDED)
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float8", "int8", "log8", "log4"])
+def test_bits_in_c_are_those_of_torch(
+    name: str, values: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way = codec(name)
+    assert isinstance(way, Blockwise)
+    monkeypatch.setattr(sending, "WORTH_IT", 1)
+    monkeypatch.setattr(sending, "in_use", lambda: True)
+    generator = torch.Generator().manual_seed(2)
+    for clients, size in (((3, 8, 2**40), 5000), ((1,), 512), ((0, 6), 40)):
+        x = HANDED[values](torch.randn(len(clients), size + 3, generator=generator))
+        x = x if way.signed else x.abs()
+        mine = x.clone()
+        lines = way.in_c()
+        assert lines is not None
+        assert sending.sent_in_c(lines, mine[:, :size], draws.Noise(5, "codec P", 9, clients))
+        parts = way.encode(x[:, :size], shapes(size), draws.Noise(5, "codec P", 9, clients))
+        theirs = torch.cat([way.decode(parts, shapes(size), x[0]), x[:, size:]], 1)
+        assert torch.equal(mine.isnan(), theirs.isnan())
+        assert ((mine.view(torch.int32) == theirs.view(torch.int32)) | mine.isnan()).all()
+
+
+def test_logarithms_and_powers_are_near_those_of_numpy() -> None:
+    x = torch.linspace(-126, 127.99, 100_001, dtype=torch.float64).exp2().to(torch.float32)
+    expected = np.log2(x.double().numpy())
+    np.testing.assert_allclose(powers.log2(x).numpy(), expected, rtol=2e-7, atol=1e-7)
+    y = torch.linspace(-125, 127.99, 100_001)
+    expected = np.exp2(y.double().numpy())
+    np.testing.assert_allclose(powers.exp2(y).numpy(), expected, rtol=4e-7)
+    assert powers.exp2(torch.tensor([128.0, math.nan])).isfinite().logical_not().all()

@@ -76,7 +76,7 @@ def test_auto_takes_the_fastest(monkeypatch: pytest.MonkeyPatch, fastest: str) -
 
 def test_short_runs_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "SHORT", 0)
-    monkeypatch.setattr(c_programs, "compile_anew", lambda _: pytest.fail("compiled"))
+    monkeypatch.setattr(c_programs, "compile_anew", lambda *_: pytest.fail("compiled"))
     run(simulation())
 
 

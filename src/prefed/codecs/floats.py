@@ -60,6 +60,19 @@ class BFloat16(Blockwise):
     def decode_piece(self, parts: Parts, size: int) -> Tensor:
         return parts["halves"].view(torch.bfloat16)
 
+    def in_c(self) -> str:
+        return """
+static void block(float *restrict x, const int16_t *restrict noise)
+{
+    const float most = 0x1.fep127f;
+    for (int i = 0; i < BLOCK; i++) {
+        const float own = clamp(x[i], -most, most) + (x[i] - x[i]);
+        const uint32_t sum = (uint32_t)bits_of(own) + (uint16_t)noise[i];
+        x[i] = of_bits((int32_t)(sum & 0xffff0000u));
+    }
+}
+"""
+
 
 @CODECS.register("float16")
 class Float16(Blockwise):
@@ -76,6 +89,17 @@ class Float16(Blockwise):
 
     def decode_piece(self, parts: Parts, size: int) -> Tensor:
         return parts["values"]
+
+    def in_c(self) -> str:
+        return (
+            ROUNDED
+            + """
+static void block(float *restrict x, const int16_t *restrict noise)
+{
+    for (int i = 0; i < BLOCK; i++) x[i] = rounded(x[i], noise[i], 65504, 10, -14);
+}
+"""
+        )
 
 
 @CODECS.register("float8")
@@ -106,6 +130,22 @@ class Float8(Blockwise):
         rows = blocks(values, self.block)
         return unblock((rows * parts["scale"].unsqueeze(-1)).clamp_(-HUGE, HUGE), size)
 
+    def in_c(self) -> str:
+        return (
+            ROUNDED
+            + """
+static void block(float *restrict x, const int16_t *restrict noise)
+{
+    for (int half = 0; half < 2; half++, x += 256, noise += 256) {
+        float scale = largest(x, 256) / 448;
+        scale = scale < TINY ? TINY : scale;
+        for (int i = 0; i < 256; i++)
+            x[i] = clamp(rounded(x[i] / scale, noise[i], 448, 3, -6) * scale, -HUGE_, HUGE_);
+    }
+}
+"""
+        )
+
 
 def rounded(x: Tensor, noise: Tensor, dtype: torch.dtype, digits: int, smallest: int) -> Tensor:
     """Rounded at random to a type with `digits` binary digits behind the point and normal numbers
@@ -116,3 +156,15 @@ def rounded(x: Tensor, noise: Tensor, dtype: torch.dtype, digits: int, smallest:
     most = torch.finfo(dtype).max
     near = uniform(noise).add_(x / step).floor_().mul_(step).clamp_(-most, most)
     return near.add_(x - x).to(dtype)  # x - x is zero, or NaN
+
+
+ROUNDED = """
+static inline float rounded(float x, int16_t noise, float most, int digits, int smallest)
+{
+    int32_t exponent = bits_of(x) >> 23 & 0xff;
+    exponent = (exponent < smallest + 127 ? smallest + 127 : exponent) - digits;
+    const float step = of_bits(exponent * (1 << 23));
+    return clamp(floorf(uniform(noise) + x / step) * step, -most, most) + (x - x);
+}
+"""
+"""The same in C."""

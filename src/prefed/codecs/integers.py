@@ -28,3 +28,22 @@ class Int8(Blockwise):
     def decode_piece(self, parts: Parts, size: int) -> Tensor:
         rows = blocks(parts["codes"].to(torch.float32), self.block)
         return unblock((rows * parts["scale"].unsqueeze(-1)).clamp_(-HUGE, HUGE), size)
+
+    def in_c(self) -> str:
+        return """
+static void block(float *restrict x, const int16_t *restrict noise)
+{
+    for (int half = 0; half < 2; half++, x += 256, noise += 256) {
+        float scale = largest(x, 256) / 127;
+        scale = scale < TINY ? TINY : scale;
+        if (!isfinite(scale)) {
+            fill(x, 256, NAN);
+            continue;
+        }
+        for (int i = 0; i < 256; i++) {
+            const float code = clamp(floorf(uniform(noise[i]) + x[i] / scale), -127, 127);
+            x[i] = clamp(code * scale, -HUGE_, HUGE_);
+        }
+    }
+}
+"""

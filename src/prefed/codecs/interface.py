@@ -11,6 +11,8 @@ import torch
 from pydantic import AfterValidator
 from torch import Tensor
 
+from prefed.codecs.sending import sent_in_c
+from prefed.core import draws
 from prefed.core.errors import PrefedError, did_you_mean
 from prefed.core.layout import Layout
 from prefed.core.registry import Registry
@@ -99,10 +101,26 @@ class Blockwise(Codec):
                 part.copy_(piece[name])
         return parts
 
+    def in_c(self) -> str | None:
+        """What `send` does with a block of 512 numbers, in C, with the same bits: a function
+        `block` below sent.c; None if nobody has written it down."""
+        return None
+
     def send(self, x: Tensor, noise: Noise) -> None:
         """What decode(encode(x)) is, in place of x."""
+        if isinstance(noise, draws.Noise) and self._has_c():
+            lines = self.in_c()
+            if lines is not None and sent_in_c(lines, x, noise):
+                return
         for a, b in self._pieces(*x.shape):
             x[:, a:b] = self.decode_piece(self._encoded(x[:, a:b], noise), b - a)
+
+    def _has_c(self) -> bool:
+        """What a class inherits is of another codec if its own pieces are others."""
+        order = [vars(kind) for kind in type(self).__mro__]
+        places = ("in_c", "prepare", "encode_piece", "decode_piece")
+        own, *others = (next(n for n, names in enumerate(order) if p in names) for p in places)
+        return own <= min(others)
 
     def _encoded(self, x: Tensor, noise: Noise) -> Parts:
         return self.encode_piece(self.prepare(x), noise(x.shape[1]).to(x.device))

@@ -1,6 +1,5 @@
 """8 or 4 bits on a logarithmic scale, for P: what counts there is the ratio."""
 
-import math
 from abc import abstractmethod
 from typing import ClassVar
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from prefed.codecs.interface import CODECS, Blockwise, Parts, blocks, unblock, vector
+from prefed.codecs.powers import IN_C, exp2, log2
 
 FLOOR = 2.0**-100
 """The lowest level: a level's value divided by the ratio of two must still be a normal float32."""
@@ -58,12 +58,12 @@ class Logarithmic(Blockwise):
         first, step = _scale(low, high, self.levels)
         # Between the levels a and r*a, the upper one must have the probability (x/a - 1)/(r - 1),
         # which is that of x > a*(1 + u*(r - 1)) for a uniform u: divide, and round down.
-        more = step.mul(math.log(2)).expm1_()
+        more = exp2(step) - 1
         u = blocks(noise, self.block).to(torch.float32)
         divisor = u.mul_(more / 65536).add_(1 + more * (32768.5 / 65536))
         # Zero takes the place of a number three levels below the first, and so ends below code 1.
-        below = (first - 3 * step).exp2_()
-        place = torch.maximum(rows, below).div_(divisor).log2_()
+        below = exp2(first - 3 * step)
+        place = log2(torch.maximum(rows, below).div_(divisor))
         place.sub_(first - 2 * step - SLACK).div_(step).clamp_(0, self.levels).floor_()
         codes = self.pack(unblock(place.nan_to_num_(0.0), x.shape[1]))
         return {"codes": codes, "low": low, "high": high}
@@ -71,9 +71,53 @@ class Logarithmic(Blockwise):
     def decode_piece(self, parts: Parts, size: int) -> Tensor:
         codes = blocks(self.unpack(parts["codes"])[:, :size], self.block)
         first, step = _scale(parts["low"], parts["high"], self.levels)
-        values = (codes * step).add_(first - step).exp2_()
+        values = exp2((codes * step).add_(first - step))
         torch.minimum(values, parts["high"].unsqueeze(-1), out=values)
         return unblock(values.mul_(codes.clamp_(max=1)), size)
+
+    def in_c(self) -> str:
+        return f"""
+{IN_C}
+static void block(float *restrict x, const int16_t *restrict noise)
+{{
+    const float levels = {self.levels}, least = {FLOOR!r}f, slack = {SLACK!r}f;
+    int32_t smallest = 0x7fffffff; /* the smallest positive, less one; zero less one is largest */
+    for (int i = 0; i < BLOCK; i++) {{
+        const int32_t own = (int32_t)((uint32_t)bits_of(x[i]) - 1u) & 0x7fffffff;
+        smallest = own < smallest ? own : smallest;
+    }}
+    float high = x[0], lowest = x[0], rest = 0;
+    for (int i = 0; i < BLOCK; i++) {{
+        high = x[i] > high ? x[i] : high;
+        lowest = x[i] < lowest ? x[i] : lowest;
+        rest += x[i] - x[i]; /* zero, or NaN */
+    }}
+    if (rest != 0 || lowest < 0) {{
+        fill(x, BLOCK, NAN);
+        return;
+    }}
+    if (high == 0) {{
+        fill(x, BLOCK, 0);
+        return;
+    }}
+    const float first_of = of_bits(smallest + 1), span = high * {2.0**-self.span!r}f;
+    const float bottom = span < least ? least : span;
+    const float low = first_of < bottom ? bottom : first_of, top = high < least ? least : high;
+    const float first = log2_(low < least ? least : low), last = log2_(top);
+    float step = (last - first) / (levels - 1);
+    step = step < slack ? slack : step;
+    const float more = exp2_(step) - 1, share = more / 65536;
+    const float rise = 1 + more * {32768.5 / 65536!r}f, below = exp2_(first - 3 * step);
+    const float start = first - 2 * step - slack, base = first - step;
+    for (int i = 0; i < BLOCK; i++) {{
+        const float least_of = x[i] > 0 ? low : 0, own = x[i] < least_of ? least_of : x[i];
+        const float place = log2_((own < below ? below : own) / ((float)noise[i] * share + rise));
+        const float code = floorf(clamp((place - start) / step, 0, levels));
+        const float value = exp2_(code * step + base);
+        x[i] = (value > top ? top : value) * (code > 1 ? 1 : code);
+    }}
+}}
+"""
 
     def lengths(self, size: int) -> dict[str, tuple[torch.dtype, int]]:
         scale = (torch.float32, -(-size // self.block))
@@ -92,7 +136,7 @@ def _range(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def _scale(low: Tensor, high: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """The logarithm of the first level, and the octaves from one level to the next."""
-    first, last = low.clamp(min=FLOOR).log2(), high.clamp(min=FLOOR).log2()
+    first, last = log2(low.clamp(min=FLOOR)), log2(high.clamp(min=FLOOR)).add_(high - high)
     step = ((last - first) / (levels - 1)).clamp(min=SLACK)
     return first.unsqueeze(-1), step.unsqueeze(-1)
 

@@ -50,35 +50,41 @@ def about(command: str) -> str:
     return "\n".join([command, found.stdout, platform.machine(), *told])
 
 
-_made: dict[str, ctypes.CDLL] = {}
+_made: dict[tuple[str, str], ctypes.CDLL] = {}
 _lock = threading.Lock()
 
 
-def compiled(source: str) -> ctypes.CDLL:
+def in_use() -> bool:
+    """Whether this process has such programs."""
+    return bool(_made)
+
+
+def compiled(source: str, *flags: str) -> ctypes.CDLL:
     """The program as a library of functions."""
+    key = " ".join(flags), source
     with _lock:  # workers ask for the same one
-        if source not in _made:
-            _made[source] = compile_anew(source)
-        return _made[source]
+        if key not in _made:
+            _made[key] = compile_anew(source, *flags)
+        return _made[key]
 
 
-def compile_anew(source: str) -> ctypes.CDLL:
+def compile_anew(source: str, *flags: str) -> ctypes.CDLL:
     """From the cache, or by the compiler."""
     if (command := compiler()) is None:
         raise CannotCompile("no C compiler (cc, gcc or clang) is installed")
     try:
-        words = "\0".join([source, *FLAGS, about(command)])
+        words = "\0".join([source, *FLAGS, *flags, about(command)])
         key = hashlib.sha256(words.encode()).hexdigest()[:32]
         if (folder := cache_directory()) is not None:
             with suppress(OSError):
-                return _kept(command, source, folder / "native", key)
+                return _kept([command, *flags], source, folder / "native", key)
         with tempfile.TemporaryDirectory() as draft:
-            return ctypes.CDLL(str(_compile(command, source, Path(draft))))
+            return ctypes.CDLL(str(_compile([command, *flags], source, Path(draft))))
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotCompile(f"{command}: {error}") from error
 
 
-def _kept(command: str, source: str, folder: Path, key: str) -> ctypes.CDLL:
+def _kept(command: list[str], source: str, folder: Path, key: str) -> ctypes.CDLL:
     """The library in a directory of the user's own; OSError if there can be none."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for place in (folder, folder.parent):
@@ -100,13 +106,13 @@ def _check_private(folder: Path) -> None:
         raise PermissionError(f"{folder} is not private")
 
 
-def _compile(command: str, source: str, folder: Path) -> Path:
+def _compile(command: list[str], source: str, folder: Path) -> Path:
     program, library = folder / "program.c", folder / "program.so"
     program.write_text(source)
     for own in (["-march=native"], ["-mcpu=native"], []):  # not every compiler knows the first
-        line = [command, *FLAGS, *own, str(program), "-o", str(library), "-lm"]
+        line = [*command, *FLAGS, *own, str(program), "-o", str(library), "-lm"]
         found = subprocess.run(line, capture_output=True, text=True, timeout=SECONDS)
         if found.returncode == 0:
             return library
     told = [line for line in found.stderr.splitlines() if "error" in line] or ["it failed"]
-    raise CannotCompile(f"{command}: {told[0]}")
+    raise CannotCompile(f"{command[0]}: {told[0]}")

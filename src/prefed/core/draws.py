@@ -124,7 +124,9 @@ class Noise:
     each of which but the last has a multiple of four."""
 
     def __init__(self, seed: int, purpose: str, round: int, clients: Sequence[int]) -> None:
-        self._of, self._clients, self._drawn = (seed, purpose, round), clients, 0
+        self._of, self.round, self.clients, self._drawn = (seed, purpose, round), round, clients, 0
+        self.key = np.array([seed, zlib.crc32(purpose.encode())], np.uint64)
+        """Philox's."""
 
     def __call__(self, size: int) -> Tensor:
         """The next (C, size)."""
@@ -132,8 +134,8 @@ class Noise:
         # most draws. It has 4 numbers of 64 bits for each value of its counter.
         source, (seen, rest) = _brief(*self._of, 0).bit_generator, divmod(self._drawn, 4)
         count = -(-size // 4)
-        found = np.empty((len(self._clients), count), np.uint64)
-        for row, client in zip(found, self._clients, strict=True):
+        found = np.empty((len(self.clients), count), np.uint64)
+        for row, client in zip(found, self.clients, strict=True):
             _local.state["state"]["counter"][:3] = seen, 0, client
             source.state = _local.state
             row[:] = source.random_raw(rest + count)[rest:]
