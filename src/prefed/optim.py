@@ -30,16 +30,6 @@ class Covariance(torch.optim.Optimizer):
         accumulate: Literal["ema", "sum"] = "ema",
         bias_correction: bool = False,
     ) -> None:
-        if not lr >= 0:
-            raise PrefedError(f"lr: should be at least 0, not {lr}")
-        if not tau > 0:
-            raise PrefedError(f"tau: should be greater than 0, not {tau}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise PrefedError(f"betas: should both lie in [0, 1), not {betas}")
-        if not weight_decay >= 0:
-            raise PrefedError(f"weight_decay: should be at least 0, not {weight_decay}")
-        if accumulate not in ("ema", "sum"):
-            raise PrefedError(f'accumulate: should be "ema" or "sum", not {accumulate!r}')
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -48,7 +38,12 @@ class Covariance(torch.optim.Optimizer):
             "accumulate": accumulate,
             "bias_correction": bias_correction,
         }
+        _check(defaults)
         super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        _check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -86,8 +81,30 @@ class Covariance(torch.optim.Optimizer):
             state |= {name: field.new(_local(parameter)) for name, field in masses}
         if weight_decay:
             gradient = gradient.add(parameter, alpha=weight_decay)
-        own = {name: _local(value) for name, value in state.items()}
-        rule.step(_local(parameter), _local(gradient), own, lr, 0)
+        own = {name: _row(_local(value)) for name, value in state.items()}
+        rule.step(_row(_local(parameter)), _row(_local(gradient)), own, lr, 0)
+
+
+def _check(options: dict[str, Any]) -> None:
+    """Of the optimiser, or of a group of parameters."""
+    lr, betas, tau = options["lr"], options["betas"], options["tau"]
+    weight_decay, accumulate = options["weight_decay"], options["accumulate"]
+    if not lr >= 0:
+        raise PrefedError(f"lr: should be at least 0, not {lr}")
+    if not tau > 0:
+        raise PrefedError(f"tau: should be greater than 0, not {tau}")
+    two = isinstance(betas, tuple | list) and len(betas) == 2
+    if not two or not all(0 <= beta < 1 for beta in betas):
+        raise PrefedError(f"betas: should be two numbers in [0, 1), not {betas}")
+    if not weight_decay >= 0:
+        raise PrefedError(f"weight_decay: should be at least 0, not {weight_decay}")
+    if accumulate not in ("ema", "sum"):
+        raise PrefedError(f'accumulate: should be "ema" or "sum", not {accumulate!r}')
+
+
+def _row(tensor: torch.Tensor) -> torch.Tensor:
+    """A single number as a vector."""
+    return tensor.view(1) if tensor.dim() == 0 else tensor
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -118,3 +118,106 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     np.savez(tmp_path / "mine.npz", x=np.full((6, 2), np.nan), y=np.arange(6) % 2)
     done = prefed_here("data", "check", "mine.npz", cwd=tmp_path)
     assert (done.returncode, "x has values that are not finite" in done.stdout) == (1, True)
+
+
+class Table:
+    """What pandas and others have in common, where an array is meant."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def to_numpy(self) -> Any:
+        return self.values.numpy()
+
+
+def test_tables_are_arrays() -> None:
+    tables = [(Table(x), Table(y)) for x, y in zip(X, Y, strict=True)]
+    torch.manual_seed(0)
+    data, asked = prefed.FederatedData(tables), {"rounds": 2, "local_steps": 2, "batch_size": 4}
+    algorithm = prefed.FedAvg(client_lr=0.1)
+    found = prefed.simulate(algorithm, nn.Linear(5, 3), data, device="cpu", **asked)  # type: ignore[arg-type]
+    assert found.history[-1]["train_loss"] == loss(X, Y)
+    with pytest.raises(prefed.PrefedError, match=r"clients\[0\]: a table has no x and y"):
+        prefed.FederatedData([Table(X[0])]).client(0)
+
+
+def test_what_is_no_list_of_clients_is_told() -> None:
+    with pytest.raises(prefed.PrefedError, match=r"clients: is a dict; .*list\(clients.values\(\)"):
+        prefed.FederatedData({"ann": (X[0], Y[0])})
+    with pytest.raises(prefed.PrefedError, match=r"clients: is one pair \(x, y\)"):
+        prefed.FederatedData((X[0], Y[0]))
+
+
+class Logits(nn.Linear):
+    def forward(self, input: Tensor) -> Any:
+        return {"logits": super().forward(input)}
+
+
+def test_a_dict_with_logits_is_an_output() -> None:
+    torch.manual_seed(0)
+    assert loss(X, Y, Logits(5, 3)) == loss(X, Y)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("shape", ["full", "block", "kronecker"])
+def test_a_client_that_diverges_is_left_out_whatever_the_shape(shape: str, engine: str) -> None:
+    x = X.double().clone()
+    x[2] = 1e200
+    algorithm = prefed.PreFed(client_lr=0.01, shape=shape)  # type: ignore[arg-type]
+    asked: dict[str, Any] = {"algorithm": algorithm, "engine": engine, "local_steps": 6}
+    model = nn.Linear(5, 2).double()
+    targets = [torch.randn(20, 2, dtype=torch.float64) for _ in x]
+    found = history(x, targets, model, on_divergence="continue", loss="mse", **asked)
+    assert all(record["left_out"] == [2] for record in found)
+    with pytest.raises(prefed.Diverged):
+        history(x, targets, model, loss="mse", **asked)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        prefed.PreFedS(m_codec="log8"),
+        prefed.Pair(client="adam", share={"m": {"kind": "average", "codec": "log8"}}),  # type: ignore[arg-type]
+    ],
+    ids=["prefeds", "pair"],
+)
+def test_codecs_without_signs_are_for_values_without(algorithm: Any) -> None:
+    with pytest.raises(prefed.PrefedError, match="log8 is for values that are never negative"):
+        loss(X, Y, algorithm=algorithm)
+
+
+def test_a_warm_up_counts_the_steps_of_the_run() -> None:
+    rate = prefed.schedule.warmup(0.1, steps=8, local_steps=4)
+    with pytest.raises(prefed.PrefedError, match="counts 4 local steps a round, but the run has 2"):
+        loss(X, Y, algorithm=prefed.FedAvg(client_lr=rate))
+
+
+def test_a_loss_is_made_first() -> None:
+    with pytest.raises(prefed.PrefedError, match=r"is a class; make one, CrossEntropyLoss\(\)"):
+        loss(X, Y, loss=nn.CrossEntropyLoss)
+
+
+def test_stop_when_may_meet_a_round_without_evaluation() -> None:
+    with pytest.raises(prefed.PrefedError, match=r"stop_when: .*test_accuracy.* may be None"):
+        history(X, Y, stop_when=lambda r: r["test_accuracy"] > 0.9, evaluate_every=3)
+
+
+def test_a_run_that_goes_on_ends_where_the_whole_one_does(tmp_path: Path) -> None:
+    """Also if its patience was at an end in the last round of the first part."""
+    asked = {"stop_when": {"metric": "lowest train_loss", "patience": 2}, "seed": 1}
+    slow = {"algorithm": prefed.FedAvg(client_lr=1e-9)}
+    whole = history(X, Y, rounds=40, **asked, **slow)
+    assert len(whole) < 40
+    history(X, Y, rounds=len(whole), out=tmp_path / "run", **asked, **slow)
+    parts = history(X, Y, rounds=40, out=tmp_path / "run", resume=True, **asked, **slow)
+    assert len(parts) == len(whole)
+    assert parts[-1]["ended"] == whole[-1]["ended"]
+
+
+def test_a_server_takes_several_steps_along_one_direction() -> None:
+    rules = [{"name": "spectral", "refresh": n} for n in (1, 3)]
+    found = [loss(X, Y, algorithm=prefed.Pair(server=r, server_lr=0.1), rounds=4) for r in rules]  # type: ignore[arg-type]
+    assert found[0] != found[1]

@@ -199,3 +199,18 @@ def test_wide_matrices_by_their_squares(
     X = (U * torch.logspace(0, -6, 9, dtype=torch.float64)) @ V / 1.5
     found, expected = _by_squares(X.to(dtype), iterations), _by_steps(X, iterations)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
+
+
+def test_bases_do_not_depend_on_how_they_were_computed() -> None:
+    """Of a factor without full rank: turned inside of what it does not reach, it is the same."""
+    generator = torch.Generator().manual_seed(0)
+    few = torch.randn(2, 12, 3, dtype=torch.float64, generator=generator)
+    P = few @ few.mT
+    vectors = eigenvectors(P)
+    torch.testing.assert_close(vectors.mT @ vectors, torch.eye(12).double().expand(2, 12, 12))
+    torch.testing.assert_close(vectors.mT @ P @ vectors, torch.linalg.eigvalsh(P).diag_embed())
+    noise = 1e-16 * torch.randn(2, 12, 12, dtype=torch.float64, generator=generator)
+    assert not torch.allclose(torch.linalg.eigh(P)[1].abs(), torch.linalg.eigh(P + noise)[1].abs())
+    torch.testing.assert_close(
+        eigenvectors(P + noise + noise.mT).abs(), vectors.abs(), rtol=0, atol=1e-10
+    )

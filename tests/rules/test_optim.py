@@ -132,3 +132,26 @@ def test_what_it_cannot_do_it_says() -> None:
     for options, name in bad:
         with pytest.raises(prefed.PrefedError, match=f"^{name}: "):
             Covariance([nn.Parameter(torch.ones(1))], **options)
+
+
+@pytest.mark.parametrize("bias_correction", [False, True])
+def test_a_single_number_is_a_parameter(bias_correction: bool) -> None:
+    number, row = (torch.nn.Parameter(torch.full(shape, 2.0)) for shape in ((), (1,)))
+    for parameter in (number, row):
+        optimiser = prefed.optim.Covariance([parameter], bias_correction=bias_correction)
+        for _ in range(3):
+            parameter.grad = 3 * parameter.detach()
+            optimiser.step()
+    assert number.shape == ()
+    assert number.item() == row.item() != 2.0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"tau": 0.0}, {"accumulate": "smu"}, {"lr": -1.0}, {"betas": (0.9, 0.9, 0.9)}, {"betas": 0.9}],
+    ids=str,
+)
+def test_options_of_a_group_are_checked(wrong: dict[str, object]) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(prefed.PrefedError, match=f"^{next(iter(wrong))}: should be"):
+        prefed.optim.Covariance([{"params": [parameter], **wrong}])

@@ -90,6 +90,8 @@ class Algorithm(BaseModel):
     """Parameters that stay as they are and are never sent, by name or pattern: "*lora_A*" makes
     LoRA's mean exact (FFA-LoRA)."""
 
+    later: ClassVar[tuple[str, ...]] = ()
+    """Options of its own that came later, beside LATER."""
     contrib_options: ClassVar[dict[str, str]] = {}
     """Options of an algorithm of prefed.contrib, which is made in place of this one if they are
     given."""
@@ -128,7 +130,7 @@ class Algorithm(BaseModel):
         fields = type(self).model_fields
         unused = {
             name
-            for name in LATER
+            for name in (*LATER, *self.later)
             if name in fields
             and getattr(self, name) == fields[name].default == self._first_default(name)
         }

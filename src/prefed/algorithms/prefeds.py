@@ -1,3 +1,5 @@
+from typing import ClassVar
+
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
@@ -26,6 +28,8 @@ class PreFedS(Algorithm):
     handed over is the mean of w over rounds (mean_of_rounds).
     Upload 3d; PreFedSLite's is 1.01d.
     """
+
+    later: ClassVar[tuple[str, ...]] = ("refresh",)
 
     client_lr: Rate = 0.02
     beta1: Fraction = 0.95

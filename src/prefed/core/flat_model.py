@@ -61,7 +61,8 @@ def named_by(patterns: Sequence[str], names: Sequence[str], norms: Collection[st
             found |= matching
         else:
             raise PrefedError(
-                f"personal: {pattern!r} names no parameter of the model; it has {', '.join(names)}"
+                f"personal: {pattern!r} names no parameter of the model that is trained; it has "
+                f"{', '.join(names)}"
             )
     if found and len(found) == len(names):
         raise PrefedError("personal: all parameters would stay with the clients; share some")

@@ -5,7 +5,7 @@ A loss is a function (output, y, **options) -> one number. A config names it: `l
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -104,7 +104,9 @@ def tensor_of(output: Any) -> Tensor:
     model. Those of sequences (N, T, C) get their classes where cross-entropy wants them."""
     if isinstance(output, Tensor):
         return output
-    if not isinstance(logits := getattr(output, "logits", None), Tensor):
+    logits = output.get("logits") if isinstance(output, Mapping) else None
+    logits = getattr(output, "logits", None) if logits is None else logits
+    if not isinstance(logits, Tensor):
         raise PrefedError(
             f"model: its output should be a tensor, or have `logits` as those of Hugging Face "
             f"models do, but is a {type(output).__name__}; wrap it in a module that returns one"

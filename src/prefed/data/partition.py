@@ -1,6 +1,6 @@
 """Clients by number: one data set divided among them, or one for each."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -143,6 +143,11 @@ def sample_numbers(client: int, part: Any, samples: int) -> np.ndarray[Any, Any]
     return found.astype(np.int64)
 
 
+def _are_samples(value: Any) -> bool:
+    """An array that is no pair."""
+    return isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0 and len(value) != 2
+
+
 def divide(clients: Any, parts: Sequence[Any] | None, read: Read) -> Clients:
     """Clients by number, from what the user gave."""
     if parts is not None:
@@ -167,6 +172,15 @@ def divide(clients: Any, parts: Sequence[Any] | None, read: Read) -> Clients:
         raise PrefedError(
             "clients: this is one data set; give a list with one for each client, "
             "or `parts`, the sample numbers of each"
+        )
+    if isinstance(clients, Mapping):
+        raise PrefedError(
+            "clients: is a dict; give list(clients.values()), a client for each place"
+        )
+    if isinstance(clients, tuple) and len(clients) == 2 and all(map(_are_samples, clients)):
+        raise PrefedError(
+            "clients: is one pair (x, y); give a list with a pair for each client, or `parts`, the "
+            "sample numbers of each"
         )
     if not hasattr(clients, "__len__"):
         raise PrefedError(f"clients: {type(clients).__name__} has no len(); give a list")

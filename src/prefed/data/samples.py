@@ -257,10 +257,15 @@ def to_samples(item: Any, where: str, read: Read) -> Samples:
     """Of a pair (x, y) of arrays, or of a data set."""
     if isinstance(item, Samples):
         return item
+    if _is_table(item):
+        raise PrefedError(
+            f"{where}: a table has no x and y of its own; give the pair (table[inputs].to_numpy(), "
+            f"table[target].to_numpy())"
+        )
     if not isinstance(item, tuple | list | Tensor | np.ndarray):
         return _of_dataset(item, where, read)
     try:
-        x, y = item
+        x, y = (part.to_numpy() if _is_table(part) else part for part in item)
         made = Samples(x, y, pad=read.pad, where=f"{where}: ")
     except PrefedError:
         raise
@@ -269,6 +274,11 @@ def to_samples(item: Any, where: str, read: Read) -> Samples:
     if not (batch.leaves(made.x)[0].shape and made.y.shape) or len(made) != len(made.y):
         raise PrefedError(f"{where}: x and y should have the same number of samples")
     return made
+
+
+def _is_table(value: Any) -> bool:
+    """A table or a column of pandas, polars and their like."""
+    return hasattr(value, "to_numpy") and not isinstance(value, Tensor | np.ndarray)
 
 
 def _of_dataset(item: Any, where: str, read: Read) -> Samples:

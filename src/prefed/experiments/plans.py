@@ -84,7 +84,7 @@ def plan_comparison(
     """Every algorithm with every seed. Seeds are paired: seed s has the same split, first
     weights, cohorts and batches for each algorithm. Ordered seed by seed."""
     refuse(changes, seed=SEEDS, algorithm="--algorithms says which are compared")
-    if not (algorithms := [*algorithms]):
+    if not (algorithms := [*dict.fromkeys(algorithms)]):  # each once
         raise PrefedError("--algorithms: names none")
     planned = []
     for seed in range(seeds):

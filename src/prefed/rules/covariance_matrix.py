@@ -138,11 +138,12 @@ def eigen(P: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of covariances, in float64.
 
     Eigenvalues that are zero but for the rounding of the factorisation become zero: a root would
-    make 1e-9 of their 1e-18.
+    make 1e-9 of their 1e-18. Where P is not finite they are NaN.
     """
-    values, V = torch.linalg.eigh(P.double())
+    finite = P.isfinite().all(-1).all(-1)[..., None]
+    values, V = torch.linalg.eigh(P.double().where(finite[..., None], 0.0))
     noise = values[..., -1:] * (P.shape[-1] * torch.finfo(torch.float64).eps)
-    return values.where(values > noise, 0.0), V
+    return values.where(values > noise, 0.0).where(finite, torch.nan), V
 
 
 def inverse_roots(P: Tensor, tau: Tensor | float) -> Tensor:

@@ -122,8 +122,8 @@ class Rule(ABC):
     def in_c(self) -> str | None:
         """A step of one client in C, equal up to rounding, for engines that compile it; None if
         nobody has written it down. `w`, `g` and the fields of the state, by their names, are arrays
-        of type `real`, SIZE is their length, `lr` a number and `k` the number of the step. rule.c
-        and, if it is called, orthogonal.c beside the engines have functions for it."""
+        of type `real`, SIZE is their length, `lr` a number. rule.c and, if it is called,
+        orthogonal.c beside the engines have functions for it."""
         return None
 
     def apply(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import ClassVar
 
 import torch
@@ -144,7 +144,24 @@ def eigenvectors(P: Tensor) -> Tensor:
     alike = len(P) > 1 and bool((P[:1] == P).all())  # as when a round begins
     factors = (P[:1] if alike else P).double()
     factors = factors.where(factors.isfinite().all(), 0.0)
-    vectors: Tensor = torch.linalg.eigh(factors)[1]
-    none = (factors == 0).all(-1).all(-1)
-    vectors[none] = torch.eye(P.shape[-1], dtype=torch.float64, device=P.device)
+    vectors: Tensor
+    values, vectors = torch.linalg.eigh(factors)
+    size, identity = P.shape[-1], torch.eye(P.shape[-1], dtype=torch.float64, device=P.device)
+    rounding = 4 * size * torch.finfo(P.dtype).eps  # of what P was added up in
+    missing = (values <= rounding * values[:, -1:]).sum(-1)
+    for own, count in zip(vectors, missing.tolist(), strict=True):
+        if count == size:
+            own.copy_(identity)
+        elif count > 1:
+            none = own[:, :count]
+            none.copy_(none @ torch.linalg.qr(none.mT @ _turned(size, count).to(P.device))[0])
     return vectors.to(P.dtype).expand_as(P)
+
+
+@cache
+def _turned(size: int, count: int) -> Tensor:
+    """Some directions, always the same. The vectors of an eigenvalue that occurs more than once,
+    as zero does before there were enough gradients, are any basis of a space; this one, turned
+    towards them, is the same however the others were computed."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(size, count, dtype=torch.float64, generator=generator)

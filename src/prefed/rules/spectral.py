@@ -21,6 +21,8 @@ TINY = 1e-30
 """Where a gradient is zero all over."""
 LARGEST = 512
 """Rows or columns, the fewer of them, of matrices that are taken in C: torch is better at more."""
+MOST = 1 << 23
+"""Weights of a model that is: a thread holds five vectors of that length as long as it lives."""
 TAU = 1e-3
 """In place of sqrt(P) + tau_relative*r where P is zero all over, as in the covariance rule."""
 
@@ -74,7 +76,7 @@ class Spectral(Fitted):
         vector, mass = (layout.size,), Field((1,), nonnegative=True)
         P = Field(vector, nonnegative=True)
         found = {"m": Field(vector), "P": P, "m_mass": mass, "P_mass": mass}
-        return found | ({"u": Field(vector)} if self.refresh > 1 else {})
+        return found | ({"u": Field(vector), "steps_left": Field((1,))} if self.refresh > 1 else {})
 
     @cached_property
     def places(self) -> tuple[list[Entry], list[slice], list[slice]]:
@@ -112,9 +114,10 @@ class Spectral(Fitted):
         m = m / grow_mass(state["m_mass"], self.beta1)
         ahead = g.lerp(state["m"], self.beta1)
         whole, embeddings, vectors = self.places
+        goes_on = self.goes_on(state)
         for entry in whole:
             target = entry.view(w)
-            if k % self.refresh:
+            if goes_on:
                 target.sub_(entry.view(state["u"]), alpha=lr)
                 continue
             turned = orthogonal(matrices(ahead, entry), self.iterations)
@@ -128,6 +131,15 @@ class Spectral(Fitted):
             self.divided(w, m, root, [place], lr * self.embedding_lr)
         if vectors:
             self.divided(w, m, root, vectors, lr * self.plain_lr)
+
+    def goes_on(self, state: State) -> bool:
+        """Along the last u; `steps_left` counts the steps until the next."""
+        if self.refresh == 1:
+            return False
+        if not (goes_on := bool((left := state["steps_left"]).any())):
+            left.fill_(self.refresh)
+        left.sub_(1)
+        return goes_on
 
     def shortening(self, g: Tensor, state: State) -> Tensor:
         """What each gradient is multiplied by (C, 1): 1, unless it explodes. The first of all may
@@ -153,10 +165,13 @@ class Spectral(Fitted):
 
     def in_c(self) -> str | None:
         whole, embeddings, vectors = self.places
-        if any(min(shape(entry)) > LARGEST or not by_rows(entry) for entry in whole):
+        assert self.layout is not None
+        large = self.layout.size > MOST or any(min(shape(entry)) > LARGEST for entry in whole)
+        if large or not all(map(by_rows, whole)):
             return None
         lines = [
             f"const real beta1 = {self.beta1!r}, beta2 = {self.beta2!r};",
+            f"const real new1 = {1 - self.beta1!r}, new2 = {1 - self.beta2!r};",
             "static _Thread_local real ahead[SIZE];",
             "real shorter = 1, r;",
         ]
@@ -170,12 +185,13 @@ class Spectral(Fitted):
         lines += [
             "for (int64_t i = 0; i < SIZE; i++) {",
             "    const real its = shorter * g[i];",
-            "    m[i] = lerp(m[i], its, 1 - beta1);",
-            "    P[i] = beta2 * P[i] + (1 - beta2) * ((its - m[i]) * (its - m[i]));",
+            "    const real off = beta1 * (its - m[i]); /* its - m, once m has moved */",
+            "    m[i] = lerp(m[i], its, new1);",
+            "    P[i] = beta2 * P[i] + new2 * (off * off);",
             "    ahead[i] = lerp(its, m[i], beta1);",
             "}",
-            "m_mass[0] += (1 - beta1) * (1 - m_mass[0]);",
-            "P_mass[0] += (1 - beta2) * (1 - P_mass[0]);",
+            "m_mass[0] += new1 * (1 - m_mass[0]);",
+            "P_mass[0] += new2 * (1 - P_mass[0]);",
             "const real step = lr / m_mass[0], share = 1 / P_mass[0];",
         ]
         return "\n    ".join(["", *lines, *self._matrices(whole), *self._rest(embeddings, vectors)])
@@ -189,12 +205,16 @@ class Spectral(Fitted):
         yield f"static _Thread_local real memory[sizeof(union {{{largest}}})];"
         if self.refresh == 1:
             yield "static _Thread_local real u[SIZE];"
+            yield "const int goes_on = 0;"
+        else:
+            yield "const int goes_on = steps_left[0] != 0;"
+            yield f"steps_left[0] = (goes_on ? steps_left[0] : {self.refresh}) - 1;"
         tau = self.tau_relative
         for entry in whole:
             rows, columns = shape(entry)
             at, size = entry.offset, rows * columns
             own = f"ahead + {at}, u + {at}"
-            yield f"if (k % {self.refresh} == 0) {{"
+            yield "if (!goes_on) {"
             yield f"    orthogonal({rows}, {columns}, {self.iterations}, {own}, memory);"
             yield f"    divided({size}, {tau!r}, share, P + {at}, {scale(entry)!r}, u + {at});"
             yield "}"

@@ -11,7 +11,7 @@ from prefed.core.errors import PrefedError
 from prefed.core.flat_model import FlatModel
 from prefed.core.layout import Layout
 from prefed.core.machine import torch_threads
-from prefed.core.schedule import at
+from prefed.core.schedule import Warmup, at
 from prefed.data import FederatedData
 from prefed.rules import Rule
 from prefed.rules.grouped import check_groups
@@ -48,6 +48,12 @@ def check_settings(algorithm: Algorithm, data: FederatedData, settings: Settings
         raise PrefedError(
             f"weighting: has {len(settings.weighting)} weights, but there are "
             f"{len(data)} clients; give one for each"
+        )
+    rate, steps = algorithm.client_lr, settings.local_steps
+    if isinstance(rate, Warmup) and rate.steps and steps and rate.local_steps != steps:
+        raise PrefedError(
+            f"client_lr: the warm-up counts {rate.local_steps} local steps a round, but the run "
+            f"has {steps}; give both the same local_steps"
         )
     if settings.quorum > (asked := settings.clients_per_round or len(data)):
         raise PrefedError(f"quorum: {settings.quorum} is more than the {asked} of a cohort")
@@ -218,6 +224,11 @@ def check_sharing(algorithm: Algorithm, layout: Layout) -> None:
             raise PrefedError(
                 f"{type(algorithm).__name__}.sharing: codec {chosen} is for vectors as long as "
                 f"the weights, and {name} has the shape {list(field.shape)}; take exact"
+            )
+        if not codec(chosen).signed and not field.nonnegative:
+            raise PrefedError(
+                f"{type(algorithm).__name__}.sharing: codec {chosen} is for values that are never "
+                f"negative, such as P, and {name} has both signs; take int8 or bfloat16"
             )
         if codec(chosen).feedback:
             raise PrefedError(

@@ -151,6 +151,14 @@ class Stopper:
             raise PrefedError(
                 f"stop_when: the record of a round has no {error}, only {', '.join(record)}"
             ) from error
+        except TypeError as error:
+            none = [name for name, value in record.items() if value is None]
+            if not none:
+                raise
+            raise PrefedError(
+                f"stop_when: {error}; {', '.join(none)} may be None in a round, as where nothing "
+                f"is evaluated"
+            ) from error
         best.see(record)
         if (value := goal.value(record)) is None:
             return ""

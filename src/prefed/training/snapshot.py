@@ -44,12 +44,15 @@ def restore(run: "Run", tensors: Mapping[str, Tensor], history: list[Record], en
     for name, value in here.items():
         value.copy_(saved[name])
     run.server.round, run.history = len(history), [compact(_with_nan(r)) for r in history]
+    reason = ""
     for record in run.history:
         if run.mechanism is not None:
             run.mechanism.see(record)
         run.collapse.see(record)
         if run.stopper is not None:
-            run.stopper.see(record)
+            reason = run.stopper.see(record)
+    if reason and run.rounds_left:  # the last of fewer rounds, in which nobody asked
+        run.history[-1].setdefault("ended", reason)
     if run.best is not None:
         run.best.restore(tensors, run.history, run.server)
 

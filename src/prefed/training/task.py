@@ -84,6 +84,8 @@ class Task:
             memory_format.lay_out(model, torch.channels_last)
         self.flat = FlatModel(model, personal)
         self.precision = precision
+        if isinstance(loss, type):
+            raise PrefedError(f"loss: {loss.__name__} is a class; make one, {loss.__name__}()")
         self.loss = make_loss(loss) if isinstance(loss, str) else loss or by_targets
         if self.loss in (by_targets, cross_entropy) and data.ignored is not None:
             self.loss = make_loss("cross_entropy", ignore_index=data.ignored)

@@ -426,9 +426,8 @@ int gradients(int64_t clients, int64_t samples, const real *w, real *g, int64_t 
     return failed;
 }
 
-/* Step k of a round by a client rule, on the weights and the state of one client: a program of its own
-   (rule.c). */
-typedef void Rule(real *w, const real *g, real *const *state, real lr, int64_t k);
+/* A step of a client rule on the weights and the state of one client: a program of its own (rule.c). */
+typedef void Rule(real *w, const real *g, real *const *state, real lr);
 
 enum { APART = 13 * 64 }; /* bytes; a cache line has 64 */
 
@@ -455,13 +454,13 @@ static int gather(int64_t count, const int64_t *numbers, int64_t samples, const 
 /* All local steps of each client, one client after another, so that its vectors stay in the cache. If it is
    large enough for them they are COPIED: a rule that walks along several vectors takes half the time where
    none of them begins within a cache line, or as far into its page as another.
-   Step k, of a round in which `before` were taken, has sizes[k] samples from starts[k] on. They lie in x as they lie in y, `x_row` numbers from
+   Step k takes sizes[k] samples from starts[k] on. They lie in x as they lie in y, `x_row` numbers from
    client to client; or, if there are `numbers`, these say for each of y which of the `samples` in x it is
    (then LABELS is 1). Field f of the state is rows of lengths[f]. -2 if a number is none of x. */
 int steps(int64_t clients, int64_t count, const int64_t *starts, const int64_t *sizes, real *w,
           const real *x, int64_t x_row, const int64_t *numbers, int64_t samples, const int64_t *y,
           int64_t y_row, real *losses, Rule *rule, int fields, real *const *state, const int64_t *lengths,
-          double lr, double decay, int64_t before, real *memory, real *scratch)
+          double lr, double decay, real *memory, real *scratch)
 {
     real *own[MOST_FIELDS], *g = room(&memory, 0, SIZE), *own_w = COPIED ? room(&memory, 1, SIZE) : 0;
     int64_t largest = 0;
@@ -483,7 +482,7 @@ int steps(int64_t clients, int64_t count, const int64_t *starts, const int64_t *
             if (failed) return failed;
             if (decay != 0)
                 for (int64_t i = 0; i < SIZE; i++) g[i] += (real)decay * own_w[i];
-            rule(own_w, g, own, (real)lr, before + k);
+            rule(own_w, g, own, (real)lr);
         }
         if (!COPIED) continue;
         memcpy(w + c * SIZE, own_w, SIZE * sizeof(real));

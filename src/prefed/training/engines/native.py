@@ -176,14 +176,10 @@ class NativeBlock(VectorisedBlock):
         if (step := self.engine.rule(lines, [*state])) is None:
             return super().run_steps(algorithm, rule, state, lr)
         losses = self.weights.new_zeros(len(self.clients))
-        decay = algorithm.weight_decay
         for stack in self.stacks:
-            newest, before = slice(0), 0
             for rows, sizes, samples in self._work(stack):
-                before = before if rows == newest else 0
                 part = {name: value[rows] for name, value in state.items()}
-                self._steps(step, part, rows, sizes, samples, losses, lr, decay, before)
-                newest, before = rows, before + len(sizes)
+                self._steps(step, part, rows, sizes, samples, losses, lr, algorithm.weight_decay)
         return losses
 
     @timed("local steps in C")
@@ -197,14 +193,13 @@ class NativeBlock(VectorisedBlock):
         losses: Tensor,
         lr: float,
         decay: float,
-        before: int,
     ) -> None:
         engine = self.engine
         batch = max(sizes) if samples[2] is not None else 0
         if len(engine.one_client) < (needed := engine.program.room(state, batch)):
             engine.one_client = self.weights.new_empty(needed)
         engine.program.steps(
-            rule, self.weights[rows], state, sizes, *samples, losses[rows], lr, decay, before,
+            rule, self.weights[rows], state, sizes, *samples, losses[rows], lr, decay,
             engine.one_client, engine.scratch,
         )  # fmt: skip
 

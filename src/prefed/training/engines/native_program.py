@@ -90,8 +90,7 @@ class Program:
         source = [
             *(f"#define {name} {value}" for name, value in head.items()),
             *map(text, files),
-            "void rule(real *restrict w, const real *restrict g, real *const *state, real lr,",
-            "          int64_t k)",
+            "void rule(real *restrict w, const real *restrict g, real *const *state, real lr)",
             "{",
             *(f"    real *restrict {name} = state[{i}];" for i, name in enumerate(state)),
             lines,
@@ -119,14 +118,12 @@ class Program:
         losses: Tensor,
         lr: float,
         decay: float,
-        before: int,
         memory: Tensor,
         scratch: Tensor,
     ) -> None:
-        """Local steps of each client with a rule in C, after those `before` them in the round, on
-        batches of these sizes that follow one another in y (C, ...) and in x, or whose samples in x
-        have these numbers (C, ...). The sums of the losses are added to `losses`. `memory` is for
-        what `room` says."""
+        """Local steps of each client with a rule in C, on batches of these sizes that follow one
+        another in y (C, ...) and in x, or whose samples in x have these numbers (C, ...). The sums
+        of the losses are added to `losses`. `memory` is for what `room` says."""
         starts = [0, *accumulate(sizes)][:-1]
         integers, fields = ctypes.c_int64 * len(sizes), list(state.values())
         failed = self.library.steps(
@@ -136,8 +133,7 @@ class Program:
             ctypes.c_int64(y.stride(0)), pointer(losses), rule, len(fields),
             (ctypes.c_void_p * len(fields))(*(value.data_ptr() for value in fields)),
             (ctypes.c_int64 * len(fields))(*(value[0].numel() for value in fields)),
-            ctypes.c_double(lr), ctypes.c_double(decay), ctypes.c_int64(before), pointer(memory),
-            pointer(scratch),
+            ctypes.c_double(lr), ctypes.c_double(decay), pointer(memory), pointer(scratch),
         )  # fmt: skip
         _raise_if(failed)
 

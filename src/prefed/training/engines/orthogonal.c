@@ -116,10 +116,3 @@ static void divided(int64_t size, double relative, real share, const real *P, do
     const real factor = (real)(scale * before / (sqrt(squares(u, size)) + 1e-30));
     for (int64_t i = 0; i < size; i++) u[i] *= factor;
 }
-
-/* w -= lr m / (sqrt(P) + relative * r); where r is zero, lr m / 0.001. */
-static void along(int64_t size, real lr, const real *m, real share, const real *P, double relative, real r, real *w)
-{
-    for (int64_t i = 0; i < size; i++)
-        w[i] -= lr * m[i] / (r > 0 ? SQRT(share * P[i]) + (real)relative * r : (real)0.001);
-}

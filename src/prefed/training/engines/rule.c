@@ -34,3 +34,10 @@ static inline double squares(const real *x, int64_t size)
         for (int l = 0; l < half; l++) t[l] += t[l + half];
     return t[0];
 }
+
+/* w -= lr m / (sqrt(P) + relative * r); where r is zero, lr m / 0.001. */
+static inline void along(int64_t size, real lr, const real *m, real share, const real *P, double relative, real r, real *w)
+{
+    for (int64_t i = 0; i < size; i++)
+        w[i] -= lr * m[i] / (r > 0 ? SQRT(share * P[i]) + (real)relative * r : (real)0.001);
+}
