@@ -166,7 +166,7 @@ def test_a_dict_with_logits_is_an_output() -> None:
 def test_a_client_that_diverges_is_left_out_whatever_the_shape(shape: str, engine: str) -> None:
     x = X.double().clone()
     x[2] = 1e200
-    algorithm = prefed.PreFed(client_lr=0.01, shape=shape)  # type: ignore[arg-type]
+    algorithm = prefed.PreFed(client_lr=0.01, shape=shape)
     asked: dict[str, Any] = {"algorithm": algorithm, "engine": engine, "local_steps": 6}
     model = nn.Linear(5, 2).double()
     targets = [torch.randn(20, 2, dtype=torch.float64) for _ in x]
@@ -180,7 +180,7 @@ def test_a_client_that_diverges_is_left_out_whatever_the_shape(shape: str, engin
     "algorithm",
     [
         prefed.PreFedS(m_codec="log8"),
-        prefed.Pair(client="adam", share={"m": {"kind": "average", "codec": "log8"}}),  # type: ignore[arg-type]
+        prefed.Pair(client="adam", share={"m": {"kind": "average", "codec": "log8"}}),
     ],
     ids=["prefeds", "pair"],
 )
@@ -207,17 +207,18 @@ def test_stop_when_may_meet_a_round_without_evaluation() -> None:
 
 def test_a_run_that_goes_on_ends_where_the_whole_one_does(tmp_path: Path) -> None:
     """Also if its patience was at an end in the last round of the first part."""
-    asked = {"stop_when": {"metric": "lowest train_loss", "patience": 2}, "seed": 1}
-    slow = {"algorithm": prefed.FedAvg(client_lr=1e-9)}
-    whole = history(X, Y, rounds=40, **asked, **slow)
+    asked: dict[str, Any] = {"stop_when": {"metric": "lowest train_loss", "patience": 2}, "seed": 1}
+    asked |= {"algorithm": prefed.FedAvg(client_lr=1e-9)}
+    whole = history(X, Y, rounds=40, **asked)
     assert len(whole) < 40
-    history(X, Y, rounds=len(whole), out=tmp_path / "run", **asked, **slow)
-    parts = history(X, Y, rounds=40, out=tmp_path / "run", resume=True, **asked, **slow)
+    history(X, Y, rounds=len(whole), out=tmp_path / "run", **asked)
+    parts = history(X, Y, rounds=40, out=tmp_path / "run", resume=True, **asked)
     assert len(parts) == len(whole)
     assert parts[-1]["ended"] == whole[-1]["ended"]
 
 
 def test_a_server_takes_several_steps_along_one_direction() -> None:
     rules = [{"name": "spectral", "refresh": n} for n in (1, 3)]
-    found = [loss(X, Y, algorithm=prefed.Pair(server=r, server_lr=0.1), rounds=4) for r in rules]  # type: ignore[arg-type]
-    assert found[0] != found[1]
+    pairs = [prefed.Pair(server=rule, server_lr=0.1) for rule in rules]
+    one, several = (loss(X, Y, algorithm=pair, rounds=4) for pair in pairs)
+    assert one != several

@@ -56,6 +56,17 @@ def test_rounds_to_a_target_are_counted_as_in_the_paper(
     assert found == (None if rounds is None else pytest.approx(rounds))
 
 
+def test_some_cells_alone(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(TABLE)
+    runs = TableRuns(*read(str(path)), tmp_path)
+    assert len(runs.chosen(None)) == 4
+    assert [p.title for p in runs.chosen("IID 2")] == ["E = 2 iid seed=0"]
+    assert len(runs.chosen("client_lr=0.1")) == 1
+    with pytest.raises(PrefedError, match="no cell has these words; there are: E = 1 iid"):
+        runs.chosen("noniid")
+
+
 @pytest.mark.process
 def test_a_table_is_run_and_goes_on_after_a_stop(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"

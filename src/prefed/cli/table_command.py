@@ -17,6 +17,10 @@ def table(
     minutes: Annotated[
         float | None, typer.Option(min=0.1, help="stop after this time; the same command goes on")
     ] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(help='only cells with these words in row, column or setting: "iid FedAvg"'),
+    ] = None,
     draw: Annotated[bool, typer.Option("--draw", help="only write the table, run nothing")] = False,
     show: Annotated[bool, typer.Option("--show", help="only print what is to be run")] = False,
     workers: Workers = None,
@@ -37,9 +41,9 @@ def table(
         return
     runs, over = TableRuns(name, plan, out), False
     if not draw:
-        with LiveRuns([plan.config.rounds for plan in runs.planned], quiet, out) as live:
+        with LiveRuns([plan.config.rounds for plan in runs.chosen(only)], quiet, out) as live:
             try:
-                runs.run(workers, for_minutes(minutes, live.on_event))
+                runs.run(workers, for_minutes(minutes, live.on_event), only)
             except TimeoutError:
                 over = True
     text = to_markdown(runs)

@@ -34,6 +34,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
+from prefed.core.errors import PrefedError
 from prefed.experiments.config import load
 from prefed.experiments.jobs import Many
 from prefed.experiments.plans import OnEvent, Planned, run_all
@@ -150,10 +151,19 @@ class TableRuns:
             planned.append(Planned(" ".join(words), config, self.folder / slug("-".join(words))))
         return Point(cell, changes, planned)
 
-    def run(self, workers: Many, on_event: OnEvent) -> None:
+    def chosen(self, only: str | None) -> list[Planned]:
+        """The runs with all of these words in their titles."""
+        words = set((only or "").lower().split())
+        found = [p for p in self.planned if words <= {*p.title.lower().split()}]
+        if not found:
+            titles = "; ".join(p.title for p in self.planned)
+            raise PrefedError(f"--only {only}: no cell has these words; there are: {titles}")
+        return found
+
+    def run(self, workers: Many, on_event: OnEvent, only: str | None = None) -> None:
         """Run what is not there yet, then archive all. The same call again goes on after a stop."""
         waiting, known = [], archive(self.folder, self.planned)
-        for planned in self.planned:
+        for planned in self.chosen(only):
             if planned.stored(known.get(planned.folder.name)) and planned.folder.name in known:
                 on_event(planned, {"end": "known"})
             else:

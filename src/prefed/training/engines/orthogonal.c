@@ -1,7 +1,7 @@
 /* Steps of weight matrices whose singular values are brought near one (rules/muon.py, rules/spectral.py).
    rule.c and product.c stand above. */
 
-enum { HIGH = ROWS / COLUMNS, TERMS = 512 }; /* rows of a tile; terms whose vectors stay in the cache */
+enum { HIGH = ROWS / COLUMNS, TERMS = 256 }; /* rows of a tile; terms whose vectors stay in the cache */
 
 #define UP(number, of) (((number) + (of) - 1) / (of) * (of))
 /* Numbers of a matrix of whole tiles. */
@@ -16,10 +16,15 @@ enum { HIGH = ROWS / COLUMNS, TERMS = 512 }; /* rows of a tile; terms whose vect
 INLINE void tiles(int columns, int rows, int terms, const real *w, int w_row, const real *x, int x_row, real *y,
                   int y_row)
 {
-    for (int from = 0; from < terms; from += TERMS)
+    vec near[TERMS * COLUMNS]; /* rows of x that lie a power of two apart would fight for places in the cache */
+    for (int from = 0; from < terms; from += TERMS) {
+        const int count = terms - from < TERMS ? terms - from : TERMS;
+        for (int i = 0; i < count; i++)
+            UNROLL for (int c = 0; c < columns; c++) near[i * columns + c] = ((const vec *)(x + (from + i) * x_row))[c];
         for (int r = 0; r < rows; r += HIGH)
-            product_tile(HIGH, columns, from, terms - from < TERMS ? terms : from + TERMS, w + r * w_row, w_row, 1,
-                         (const vec *)x, x_row / LANES, 0, (vec *)(y + r * y_row), y_row / LANES, from > 0);
+            product_tile(HIGH, columns, 0, count, w + r * w_row + from, w_row, 1, near, columns, 0,
+                         (vec *)(y + r * y_row), y_row / LANES, from > 0);
+    }
 }
 
 /* y = w x: rows x terms, times terms x columns. Rows may be written up to the end of a tile. */
