@@ -2,11 +2,11 @@
 
     python bench/codecs.py
 
-The round is PreFed's on one core, without codecs. Each codec's time is that of one vector for every
-client of the round, one client at a time: there and back in one
-process, in C as the native engine has it, and in two, as Flower has it, where a message is written
-and read. PreFedLite's is the whole way of what it sends. Times are those of the processor, on one
-thread. Rounds and codecs take turns, so that a slow moment hits both; medians.
+The round is PreFed's on one core, without codecs, with the native engine. Each codec's time is that
+of one vector for every client of the round, one client at a time: there and back in one process, in
+C as that engine has it, and in two, as Flower has it, where a message is written and read.
+PreFedLite's is the whole way of what it sends. Times are those of the processor, on one thread.
+Rounds and codecs take turns, so that a slow moment hits both; medians.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
         for client in cohort:
             noise = draws.Noise(0, "codec", 0, [client])
             if in_one_process and isinstance(way, Blockwise):
-                way.send(x.clone(), noise)
+                way.send(x.clone(), noise, in_c=True)
             else:
                 way.decode(way.encode(x, layout, noise), layout, like)
 
@@ -70,7 +70,7 @@ def main() -> None:
         for client in cohort:
             if in_one_process:
                 own = replace(update, values={n: v.clone() for n, v in values.items()})
-                exchange(lite, server, own, [client], {}, 0)
+                exchange(lite, server, own, [client], {}, 0, in_c=True)
             else:
                 sent, _ = upload(lite, server, update, [client], {}, 0)
                 receive(lite, server, sent)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import prefed
+from prefed.codecs import interface, sending
 from prefed.core import c_programs
 from prefed.core.cache_directory import VARIABLE
 from prefed.core.layout import Layout
@@ -499,3 +500,21 @@ def test_a_sample_that_is_not_there_is_refused() -> None:
                 step, w, {}, [5], x, y[None, :5].clone(), numbers, x.new_zeros(1), 0.1, 0.0,
                 memory, scratch,
             )  # fmt: skip
+
+
+def test_messages_go_through_c_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(sending, "WORTH_IT", 1)
+
+    def counted(*given: Any) -> bool:
+        calls.append(sending.sent_in_c(*given))
+        return calls[-1]
+
+    ways: list[Callable[..., bool]] = [counted, lambda *_: False]
+    results = []
+    for way in ways:
+        monkeypatch.setattr(interface, "sent_in_c", way)
+        results.append(run("prefedslite", relus(torch.float32), "native").weights)
+    assert calls
+    assert all(calls)
+    assert torch.equal(*results)

@@ -106,9 +106,9 @@ class Blockwise(Codec):
         `block` below sent.c; None if nobody has written it down."""
         return None
 
-    def send(self, x: Tensor, noise: Noise) -> None:
-        """What decode(encode(x)) is, in place of x."""
-        if isinstance(noise, draws.Noise) and self._has_c():
+    def send(self, x: Tensor, noise: Noise, in_c: bool = False) -> None:
+        """What decode(encode(x)) is, in place of x; in C, if it can be."""
+        if in_c and isinstance(noise, draws.Noise) and self._has_c():
             lines = self.in_c()
             if lines is not None and sent_in_c(lines, x, noise):
                 return

@@ -54,11 +54,6 @@ _made: dict[tuple[str, str], ctypes.CDLL] = {}
 _lock = threading.Lock()
 
 
-def in_use() -> bool:
-    """Whether this process has such programs."""
-    return bool(_made)
-
-
 def compiled(source: str, *flags: str) -> ctypes.CDLL:
     """The program as a library of functions."""
     key = " ".join(flags), source

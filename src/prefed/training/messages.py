@@ -67,15 +67,17 @@ def exchange(
     clients: Sequence[int],
     kept: Kept,
     seed: int,
+    in_c: bool = False,
 ) -> tuple[State, State]:
     """What `receive` makes of the message of `upload`, and what stays with the clients, where both
     are in one process. A codec that works block by block writes over the update's own values and
-    takes the memory of a block, unless clients keep what they send."""
+    takes the memory of a block, unless clients keep what they send; where they train in C, it works
+    in C."""
     values, stays = {}, update.kept
     for name in server.values(algorithm):
         rows, way = update.values[name], codec_of(algorithm, name)
         if isinstance(way, Blockwise) and name not in update.kept:
-            way.send(rows, _noise(seed, name, server, clients))
+            way.send(rows, _noise(seed, name, server, clients), in_c)
             values[name] = rows
         else:
             parts, lost = _encode(algorithm, server, name, rows, clients, kept, seed)

@@ -92,7 +92,8 @@ def receive_block(
         update = attackers.send(algorithm, server, update, clients, honest)
     if mechanism is not None:
         update = mechanism.on_clients(server, update, clients)  # if they trust nobody
-    values, stays = exchange(algorithm, server, update, clients, kept, seed)  # by the codecs
+    way = algorithm, server, update, clients, kept, seed
+    values, stays = exchange(*way, getattr(engine, "in_c", False))  # by the codecs
     return replace(update, values=values, kept=stays)
 
 

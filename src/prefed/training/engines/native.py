@@ -66,7 +66,7 @@ def native(task: Task, data: FederatedData, settings: Settings) -> Engine:
 
 
 class Native(Vectorised):
-    way = "C"
+    way, in_c = "C", True
 
     def __init__(self, task: Task, data: FederatedData, settings: Settings) -> None:
         if any(isinstance(layer, nn.RNNBase) for layer in task.flat.module.modules()):
