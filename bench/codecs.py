@@ -49,13 +49,15 @@ def main() -> None:
     P = change.pow(2) * torch.rand(1, layout.size)
     like, cohort = change[0], range(load.clients_per_round)
 
+    mine = {True: change.clone(), False: P.clone()}  # what is sent lies there again
+
     def vector(name: str, in_one_process: bool) -> None:
         way = codec(name)
         x = change if way.signed else P
         for client in cohort:
             noise = draws.Noise(0, "codec", 0, [client])
             if in_one_process and isinstance(way, Blockwise):
-                way.send(x.clone(), noise, in_c=True)
+                way.send(mine[way.signed], noise, in_c=True)
             else:
                 way.decode(way.encode(x, layout, noise), layout, like)
 
@@ -65,11 +67,11 @@ def main() -> None:
     likes = server.values(lite)
     values = {n: P if n == "P" else change[:, : v.numel()] for n, v in likes.items()}
     update = Update(values, {}, change[:, 0], [load.local_steps])
+    own = replace(update, values={n: v.clone() for n, v in values.items()})
 
     def message(in_one_process: bool) -> None:
         for client in cohort:
             if in_one_process:
-                own = replace(update, values={n: v.clone() for n, v in values.items()})
                 exchange(lite, server, own, [client], {}, 0, in_c=True)
             else:
                 sent, _ = upload(lite, server, update, [client], {}, 0)

@@ -64,7 +64,7 @@ class Logarithmic(Blockwise):
         # Zero takes the place of a number three levels below the first, and so ends below code 1.
         below = exp2(first - 3 * step)
         place = log2(torch.maximum(rows, below).div_(divisor))
-        place.sub_(first - 2 * step - SLACK).div_(step).clamp_(0, self.levels).floor_()
+        place.sub_(first - 2 * step - SLACK).mul_(1 / step).clamp_(0, self.levels).floor_()
         codes = self.pack(unblock(place.nan_to_num_(0.0), x.shape[1]))
         return {"codes": codes, "low": low, "high": high}
 
@@ -108,11 +108,11 @@ static void block(float *restrict x, const int16_t *restrict noise)
     step = step < slack ? slack : step;
     const float more = exp2_(step) - 1, share = more / 65536;
     const float rise = 1 + more * {32768.5 / 65536!r}f, below = exp2_(first - 3 * step);
-    const float start = first - 2 * step - slack, base = first - step;
+    const float start = first - 2 * step - slack, base = first - step, over = 1 / step;
     for (int i = 0; i < BLOCK; i++) {{
         const float least_of = x[i] > 0 ? low : 0, own = x[i] < least_of ? least_of : x[i];
         const float place = log2_((own < below ? below : own) / ((float)noise[i] * share + rise));
-        const float code = floorf(clamp((place - start) / step, 0, levels));
+        const float code = floorf(clamp((place - start) * over, 0, levels));
         const float value = exp2_(code * step + base);
         x[i] = (value > top ? top : value) * (code > 1 ? 1 : code);
     }}

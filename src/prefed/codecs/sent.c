@@ -40,22 +40,15 @@ static float largest(const float *x, int n)
 /* Philox4x64-10 as NumPy has it: sixteen numbers of 16 bits for each value of its counter, from `first` + 1 on. */
 static void draw(const uint64_t *key, uint64_t first, uint64_t client, uint64_t round, int16_t *noise)
 {
-    enum { SIDE_BY_SIDE = 4 }; /* a multiplication waits for the one before it, but for no other counter's */
-    for (int d = 0; d < DRAWS; d += SIDE_BY_SIDE) {
-        uint64_t c[SIDE_BY_SIDE][4], k0 = key[0], k1 = key[1];
-        for (int s = 0; s < SIDE_BY_SIDE; s++)
-            c[s][0] = first + d + s + 1, c[s][1] = 0, c[s][2] = client, c[s][3] = round;
+    for (int d = 0; d < DRAWS; d++) {
+        uint64_t c[4] = {first + d + 1, 0, client, round}, k0 = key[0], k1 = key[1];
         for (int r = 0; r < 10; r++) {
-            for (int s = 0; s < SIDE_BY_SIDE; s++) {
-                const wide a = (wide)0xD2E7470EE14C6C93u * c[s][0], b = (wide)0xCA5A826395121157u * c[s][2];
-                const uint64_t high = (uint64_t)(b >> 64) ^ c[s][1] ^ k0, low = (uint64_t)(a >> 64) ^ c[s][3] ^ k1;
-                c[s][0] = high, c[s][1] = (uint64_t)b, c[s][2] = low, c[s][3] = (uint64_t)a;
-            }
+            const wide a = (wide)0xD2E7470EE14C6C93u * c[0], b = (wide)0xCA5A826395121157u * c[2];
+            c[0] = (uint64_t)(b >> 64) ^ c[1] ^ k0, c[1] = (uint64_t)b;
+            c[2] = (uint64_t)(a >> 64) ^ c[3] ^ k1, c[3] = (uint64_t)a;
             k0 += 0x9E3779B97F4A7C15u, k1 += 0xBB67AE8584CAA73Bu;
         }
-        for (int w = 0; w < 4 * SIDE_BY_SIDE; w++)
-            for (int part = 0; part < 4; part++)
-                noise[16 * d + 4 * w + part] = (int16_t)(c[w / 4][w % 4] >> 16 * part);
+        memcpy(noise + 16 * d, c, sizeof c);
     }
 }
 
