@@ -116,17 +116,17 @@ class Spectral(Fitted):
         whole, embeddings, vectors = self.places
         goes_on = self.goes_on(state)
         for entry in whole:
-            target = entry.view(w)
+            target, step = entry.view(w), lr * scale(entry)
             if goes_on:
-                target.sub_(entry.view(state["u"]), alpha=lr)
+                target.sub_(entry.view(state["u"]), alpha=step)
                 continue
             turned = orthogonal(matrices(ahead, entry), self.iterations)
             u = turned / self.damped(matrices(root, entry))[1]
             u *= _norm(turned) / (_norm(u) + TINY)
-            u = u.reshape(target.shape).mul_(scale(entry))
+            u = u.reshape(target.shape)
             if self.refresh > 1:
                 entry.view(state["u"]).copy_(u)
-            target.sub_(u, alpha=lr)
+            target.sub_(u, alpha=step)
         for place in embeddings:
             self.divided(w, m, root, [place], lr * self.embedding_lr)
         if vectors:
@@ -216,9 +216,10 @@ class Spectral(Fitted):
             own = f"ahead + {at}, u + {at}"
             yield "if (!goes_on) {"
             yield f"    orthogonal({rows}, {columns}, {self.iterations}, {own}, memory);"
-            yield f"    divided({size}, {tau!r}, share, P + {at}, {scale(entry)!r}, u + {at});"
+            yield f"    divided({size}, {tau!r}, share, P + {at}, u + {at});"
             yield "}"
-            yield f"for (int64_t i = {at}; i < {at + size}; i++) w[i] -= lr * u[i];"
+            yield f"r = {scale(entry)!r} * lr;"
+            yield f"for (int64_t i = {at}; i < {at + size}; i++) w[i] -= r * u[i];"
 
     def _rest(self, embeddings: list[slice], vectors: list[slice]) -> Iterator[str]:
         """In C."""

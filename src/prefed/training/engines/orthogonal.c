@@ -111,13 +111,13 @@ static void orthogonal(int rows, int columns, int iterations, const real *x, rea
     for (int r = 0; r < rows; r++) memcpy(into + r * columns, last + r * row, columns * sizeof(real));
 }
 
-/* u / (sqrt(P) / r + relative), r the root mean square of sqrt(P), scaled to the norm of u, times `scale`; `share`
-   is what P is multiplied by. */
-static void divided(int64_t size, double relative, real share, const real *P, double scale, real *u)
+/* u / (sqrt(P) / r + relative), r the root mean square of sqrt(P), scaled to the norm of u; `share` is what P is
+   multiplied by. */
+static void divided(int64_t size, double relative, real share, const real *P, real *u)
 {
     const real r = SQRT(share * (total(P, size) / size)), over = r > 0 ? 1 / r : 1;
     const double before = sqrt(squares(u, size));
     for (int64_t i = 0; i < size; i++) u[i] = u[i] / (SQRT(share * P[i]) * over + (real)relative);
-    const real factor = (real)(scale * before / (sqrt(squares(u, size)) + 1e-30));
+    const real factor = (real)(before / (sqrt(squares(u, size)) + 1e-30));
     for (int64_t i = 0; i < size; i++) u[i] *= factor;
 }
