@@ -51,8 +51,8 @@ class PreFedS(Algorithm):
     """A gradient that is more than this many times as long as m and P lead to expect is scaled down
     to that: both would remember one that explodes for long. None for any length."""
     refresh: PositiveInt = 1
-    """Local steps of a matrix along one orthogonal direction, that of the first of them: with 5 a
-    step costs little more than PreFed's, and a smaller client_lr may be needed."""
+    """Local steps of a matrix along one orthogonal direction, that of the first of them, which
+    alone takes matrix products."""
     m_codec: CodecName = "exact"
     """The codec of m on its way to the server."""
     P_codec: CodecName = "exact"
