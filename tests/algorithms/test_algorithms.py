@@ -264,3 +264,10 @@ def test_presets_have_step_sizes_for_the_seven() -> None:
     for preset in ("digits-iid", "digits-noniid"):
         names = {"fedavg", "fedadagrad", "fedadam", "fedyogi", "adaalter", "prefed", "prefedopt"}
         assert names <= set(algorithms_of(preset))
+
+
+def test_options_that_came_later_are_written_if_they_are_used() -> None:
+    """A run from before they were there is known again, and can go on."""
+    assert "refresh" not in prefed.PreFedS().model_dump()
+    assert prefed.PreFedS(refresh=3).model_dump()["refresh"] == 3
+    assert prefed.PreFed().model_dump()["refresh"] == 1  # it always was

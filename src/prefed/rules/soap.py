@@ -154,14 +154,15 @@ def eigenvectors(P: Tensor) -> Tensor:
             own.copy_(identity)
         elif count > 1:
             none = own[:, :count]
-            none.copy_(none @ torch.linalg.qr(none.mT @ _turned(size, count).to(P.device))[0])
+            towards = _directions(size)[:, :count].to(P.device)
+            none.copy_(none @ torch.linalg.qr(none.mT @ towards)[0])
     return vectors.to(P.dtype).expand_as(P)
 
 
 @cache
-def _turned(size: int, count: int) -> Tensor:
-    """Some directions, always the same. The vectors of an eigenvalue that occurs more than once,
-    as zero does before there were enough gradients, are any basis of a space; this one, turned
-    towards them, is the same however the others were computed."""
+def _directions(size: int) -> Tensor:
+    """Always the same. The vectors of an eigenvalue that occurs more than once, as zero does before
+    there were enough gradients, are any basis of a space; one that is turned towards these is the
+    same however the others were computed."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(size, count, dtype=torch.float64, generator=generator)
+    return torch.randn(size, size, dtype=torch.float64, generator=generator)
