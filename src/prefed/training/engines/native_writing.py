@@ -28,8 +28,9 @@ class NotNative(Exception):
 
 
 def _kinds(capability: str | None) -> list[tuple[int, int, int]]:
-    """Vectors of the processor, widest first: bytes, how many samples fill at most, rows."""
-    kinds = {"AVX512": [(64, 4, 24), (32, 8, 24)], "AVX2": [(32, 4, 12)]}
+    """Vectors of the processor, the best first: bytes, how many samples fill at most, rows. With
+    twelve rows for two vectors, six weights are taken to each, and what they need stays nearest."""
+    kinds = {"AVX512": [(64, 4, 24), (32, 8, 24)], "AVX2": [(32, 2, 12), (32, 4, 12)]}
     capability = capability or torch.backends.cpu.get_cpu_capability()
     return kinds.get(capability, [(16, 4, 16)])
 
