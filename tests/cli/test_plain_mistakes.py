@@ -55,6 +55,14 @@ COMMANDS = {
         'validate digits-iid --set personal=["head"]',
         "personal: 'head' names no parameter",
     ),
+    "an embedding that is not there": (
+        'validate digits-iid --set algorithm={name="prefeds",plain=["tokens"]} --set client_lr=1',
+        "PreFedS.plain: 'tokens' names no parameter",
+    ),
+    "a matrix that is not there": (
+        'validate digits-iid --set algorithm={name="fedmuon",adam=["tokens"]} --set client_lr=1',
+        "FedMuon.adam: 'tokens' names no parameter",
+    ),
     "a mean without a name": (
         "validate digits-iid --set mean.share=0.2",
         "share = 0.2, bucket = 2}, not {'share': 0.2} ",

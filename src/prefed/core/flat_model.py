@@ -10,7 +10,6 @@ Parameters that stay with each client come last: what the server has is the firs
 """
 
 from collections.abc import Collection, Sequence
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 from prefed.core.buffers import Buffers
 from prefed.core.errors import PrefedError
 from prefed.core.layout import Layout
+from prefed.core.patterns import named
 
 NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
@@ -28,13 +28,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     """Let the parameters that patterns name stay as they are: nobody trains or sends them."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     for pattern in patterns:
-        matching = [name for name in trained if fnmatchcase(name, pattern)]
-        if not matching:
-            raise PrefedError(
-                f"freeze: {pattern!r} names no parameter of the model that is trained; "
-                f"it has {', '.join(trained)}"
-            )
-        for name in matching:
+        for name in named("freeze", pattern, trained):
             trained[name].requires_grad_(False).grad = None
     if trained and not any(p.requires_grad for p in trained.values()):
         raise PrefedError("freeze: all parameters would stay as they are; leave some to train")
@@ -57,13 +51,8 @@ def named_by(patterns: Sequence[str], names: Sequence[str], norms: Collection[st
             found |= {name for name in names if owners[name] in norms}
         elif pattern == "@last":
             found |= {name for name in names if owners[name] == owners[names[-1]]}
-        elif matching := {name for name in names if fnmatchcase(name, pattern)}:
-            found |= matching
         else:
-            raise PrefedError(
-                f"personal: {pattern!r} names no parameter of the model that is trained; it has "
-                f"{', '.join(names)}"
-            )
+            found.update(named("personal", pattern, names))
     if found and len(found) == len(names):
         raise PrefedError("personal: all parameters would stay with the clients; share some")
     return [name for name in names if name in found]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from prefed.core.errors import PrefedError
 from prefed.core.layout import Entry, Layout
+from prefed.core.patterns import named
 from prefed.rules.rule import Field, Rule, State
 from prefed.rules.wrapped import Wrapped
 
@@ -66,15 +67,11 @@ Groups = tuple[Group, ...]
 
 def check_groups(groups: Groups, layout: Layout, rule: Rule) -> None:
     """Raise for patterns without a parameter, and for what the client rule does not have."""
+    names = [entry.name for entry in layout.entries]
     for number, group in enumerate(groups):
         for pattern in group.params:
-            alone = group.model_copy(update={"params": (pattern,)})
-            if not any(alone.has(entry) for entry in layout.entries):
-                names = ", ".join(entry.name for entry in layout.entries)
-                raise PrefedError(
-                    f"groups[{number}].params: {pattern!r} names no parameter of the model; "
-                    f"it has {names}"
-                )
+            if pattern != VECTORS or all(len(entry.shape) > 1 for entry in layout.entries):
+                named(f"groups[{number}].params", pattern, names)
         if group.tau is not None and not (hasattr(rule, "tau") and rule.elementwise):
             raise PrefedError(
                 f"groups[{number}].tau: the client rule, {type(rule).__name__}, has no tau for "

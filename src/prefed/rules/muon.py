@@ -85,6 +85,9 @@ class Muon(Fitted):
             found |= {"m_mass": mass, "v_mass": mass}
         return found
 
+    def patterns(self) -> dict[str, tuple[str, ...]]:
+        return {"adam": tuple(pattern for pattern in self.adam if pattern not in EMBEDDINGS)}
+
     @cached_property
     def weights(self) -> tuple[Matrix, ...]:
         assert self.layout is not None

@@ -94,6 +94,10 @@ class Rule(ABC):
         """
         return None
 
+    def patterns(self) -> dict[str, tuple[str, ...]]:
+        """Options that name parameters of the model, each of which has to name one."""
+        return {}
+
     def written(self) -> dict[str, Any]:
         """As it stands in a config: its name, and the options that are not their defaults."""
         own: tuple[Any, ...] = fields(self) if is_dataclass(self) else ()

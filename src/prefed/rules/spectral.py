@@ -101,6 +101,9 @@ class Spectral(Fitted):
         named = any(fnmatchcase(entry.name, pattern) for pattern in names)
         return entry.kind == "embedding" or named
 
+    def patterns(self) -> dict[str, tuple[str, ...]]:
+        return {"plain": self.plain}
+
     def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
         if w.dim() == 1:  # one holder is a block of one
             state = {name: value.unsqueeze(0) for name, value in state.items()}

@@ -11,6 +11,7 @@ from prefed.core.errors import PrefedError
 from prefed.core.flat_model import FlatModel
 from prefed.core.layout import Layout
 from prefed.core.machine import torch_threads
+from prefed.core.patterns import named
 from prefed.core.schedule import Warmup, at
 from prefed.data import FederatedData
 from prefed.rules import Rule
@@ -160,6 +161,10 @@ def check_parts(algorithm: Algorithm, flat: FlatModel) -> None:
     that is trained otherwise than the rest."""
     rule = algorithm.client_rule().fit(flat.layout)
     check_groups(algorithm.groups, flat.layout, rule)
+    names = [entry.name for entry in flat.layout.entries]
+    for option, patterns in (rule.patterns() | algorithm.server_rule().patterns()).items():
+        for pattern in patterns:
+            named(f"{type(algorithm).__name__}.{option}", pattern, names)
     if algorithm.state_dtype != "weights":
         check_halved(rule, flat.layout)
         if any(group.tau is not None for group in algorithm.groups):
