@@ -63,6 +63,7 @@ COMMANDS = {
         'validate digits-iid --set algorithm={name="fedmuon",adam=["tokens"]} --set client_lr=1',
         "FedMuon.adam: 'tokens' names no parameter",
     ),
+    "a part of a table": ("table mcmahan-2nn --draw --only iid", "--only: chooses what is run"),
     "a mean without a name": (
         "validate digits-iid --set mean.share=0.2",
         "share = 0.2, bucket = 2}, not {'share': 0.2} ",

@@ -222,3 +222,46 @@ def test_a_server_takes_several_steps_along_one_direction() -> None:
     pairs = [prefed.Pair(server=rule, server_lr=0.1) for rule in rules]
     one, several = (loss(X, Y, algorithm=pair, rounds=4) for pair in pairs)
     assert one != several
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_x, self.of_z = nn.Linear(4, 3), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        out: Tensor = self.of_x(x) + self.of_z(z)
+        return out
+
+
+def test_arrays_of_unequal_shape_are_several_inputs() -> None:
+    x, z = np.ones((6, 4), np.float32), np.ones((6, 2), np.float32)
+    given = (x, z), (torch.tensor(x), torch.tensor(z))
+    losses = []
+    for inputs in given:
+        torch.manual_seed(0)
+        clients = prefed.FederatedData([(inputs, np.arange(6) % 3)] * 2)
+        run = prefed.simulate(
+            prefed.FedAvg(client_lr=0.1), TwoInputs(), clients, rounds=2, local_steps=2,
+            batch_size=2, progress=False,
+        )  # fmt: skip
+        losses.append(run.history[-1]["train_loss"])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("metric", ["f1", "accuracy"])
+def test_metrics_of_labels_are_not_for_numbers(metric: str) -> None:
+    x = torch.randn(6, 4)
+    data = prefed.FederatedData([(x, 3 * x[:, :1])] * 2, test=(x, 3 * x[:, :1]))
+    with pytest.raises(prefed.PrefedError, match="count labels, and the targets are numbers"):
+        prefed.simulate(
+            prefed.FedAvg(client_lr=0.1), nn.Linear(4, 1), data, rounds=1, local_steps=1,
+            batch_size=2, loss="mse", metrics=[metric], progress=False,
+        )  # fmt: skip
+
+
+def test_options_of_groups_are_near_those_that_are_meant() -> None:
+    with pytest.raises(
+        prefed.PrefedError, match='lr_scal: unknown option; did you mean "lr_scale"'
+    ):
+        prefed.FedAvg(groups=[{"params": "x", "lr_scal": 0.1}])

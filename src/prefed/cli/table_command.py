@@ -35,6 +35,8 @@ def table(
     from prefed.experiments.printed_tables import HEADINGS, TableRuns, read, rows, to_markdown
     from prefed.experiments.toml_files import find
 
+    if only is not None and draw:
+        raise typer.BadParameter("--only: chooses what is run; --draw writes all there is")
     name, plan = read(table)
     if show:
         print(find("tables", table).read_text(), end="")

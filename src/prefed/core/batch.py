@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -189,7 +190,7 @@ def to_inputs(where: str, x: Any, pad: float | Mapping[str, float] | None = None
             str(name): _leaf(f"{where}[{name!r}]", value, fills.get(name))
             for name, value in x.items()
         }
-    elif isinstance(x, tuple) and x and all(isinstance(value, Tensor | Ragged) for value in x):
+    elif isinstance(x, tuple) and _are_inputs(x):
         found = tuple(_leaf(where, value, None) for value in x)
     else:
         found = _leaf(where, x, None if isinstance(pad, Mapping) else pad)
@@ -197,6 +198,14 @@ def to_inputs(where: str, x: Any, pad: float | Mapping[str, float] | None = None
         a, b, *_ = sorted(sizes)
         raise PrefedError(f"{where}: its arrays have {a} and {b} samples; they should be as many")
     return found
+
+
+def _are_inputs(values: tuple[Any, ...]) -> bool:
+    """Several inputs of a model, and not samples one by one, which arrays of one shape may be."""
+    if values and all(isinstance(value, np.ndarray) and value.ndim for value in values):
+        lengths, shapes = {len(v) for v in values}, {v.shape for v in values}
+        return len(lengths) == 1 and len(shapes) > 1
+    return bool(values) and all(isinstance(value, Tensor | Ragged) for value in values)
 
 
 def _leaf(where: str, value: Any, fill: float | None) -> Leaf:

@@ -130,7 +130,7 @@ def _keys(path: tuple[int | str, ...]) -> list[str]:
 def _model_at(model: "type[BaseModel]", path: list[str]) -> "type[BaseModel] | None":
     from pydantic import BaseModel
 
-    for part in path:
+    for part in (part for part in path if not part.isdigit()):  # these count what a list has
         field = model.model_fields.get(part)
         kinds = get_args(field.annotation) or (field.annotation,) if field else ()
         models = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]

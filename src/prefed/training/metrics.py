@@ -53,7 +53,17 @@ def labelled(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             f"(outputs, targets) -> number"
         )
     counted = labels != IGNORED
+    if labels.is_floating_point() and _are_numbers(labels[counted]):
+        raise PrefedError(
+            "metrics: those with a name count labels, and the targets are numbers of any size; "
+            "give a function (outputs, targets) -> number"
+        )
     return scores[counted], labels[counted].long()
+
+
+def _are_numbers(targets: Tensor) -> bool:
+    """Neither whole, as labels are, nor probabilities."""
+    return bool(((targets < 0) | (targets > 1) & (targets != targets.round())).any())
 
 
 def several(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
