@@ -27,18 +27,22 @@ INLINE void tiles(int columns, int rows, int terms, const real *w, int w_row, co
     }
 }
 
-/* y = w x: rows x terms, times terms x columns. Rows may be written up to the end of a tile. */
-static void multiply(int rows, int terms, int columns, const real *w, int w_row, const real *x, int x_row, real *y,
-                     int y_row)
+/* y = w x: rows x terms, times terms x columns. Rows may be written up to the end of a tile. Of a symmetric y only
+   the rows down to the diagonal are computed: `symmetric` has the others. */
+static void multiply(int upper, int rows, int terms, int columns, const real *w, int w_row, const real *x, int x_row,
+                     real *y, int y_row)
 {
-    int vectors = UP(columns, LANES) / LANES, c = 0;
-    for (; c + COLUMNS <= vectors; c += COLUMNS)
-        tiles(COLUMNS, rows, terms, w, w_row, x + c * LANES, x_row, y + c * LANES, y_row);
-    x += c * LANES, y += c * LANES;
-    switch (vectors - c) {
-    case 1: tiles(1, rows, terms, w, w_row, x, x_row, y, y_row); break;
-    case 2: tiles(2, rows, terms, w, w_row, x, x_row, y, y_row); break;
-    case 3: tiles(3, rows, terms, w, w_row, x, x_row, y, y_row); break;
+    const int vectors = UP(columns, LANES) / LANES;
+    for (int c = 0; c < vectors; c += COLUMNS) {
+        const int end = (c + COLUMNS) * LANES, most = upper && end < rows ? end : rows;
+        const real *from = x + c * LANES;
+        real *into = y + c * LANES;
+        switch (vectors - c) {
+        case 1: tiles(1, most, terms, w, w_row, from, x_row, into, y_row); break;
+        case 2: tiles(2, most, terms, w, w_row, from, x_row, into, y_row); break;
+        case 3: tiles(3, most, terms, w, w_row, from, x_row, into, y_row); break;
+        default: tiles(COLUMNS, most, terms, w, w_row, from, x_row, into, y_row);
+        }
     }
 }
 
@@ -56,11 +60,20 @@ static void transpose(int rows, int columns, const real *x, int x_row, real *int
         }
 }
 
+/* y = w x, of n rows and columns, where it is symmetric. */
+static void symmetric(int n, int terms, const real *w, int w_row, const real *x, int x_row, real *y, int y_row)
+{
+    enum { BESIDE = COLUMNS * LANES }; /* columns that are computed down to one row */
+    multiply(1, n, terms, n, w, w_row, x, x_row, y, y_row);
+    for (int c = BESIDE; c < n; c += BESIDE)
+        transpose(c, n - c < BESIDE ? n - c : BESIDE, y + c, y_row, y + c * y_row, y_row);
+}
+
 /* F = b A + c A A (+ a on the diagonal). */
 static void polynomial(int n, int row, const real *A, real *F, double a)
 {
     const real b = -4.7750, c = 2.0315;
-    multiply(n, n, n, A, row, A, row, F, row);
+    symmetric(n, n, A, row, A, row, F, row);
     for (int64_t i = 0; i < (int64_t)n * row; i++) F[i] = b * A[i] + c * F[i];
     for (int i = 0; i < n; i++) F[i * row + i] += (real)a;
 }
@@ -83,27 +96,27 @@ static void orthogonal(int rows, int columns, int iterations, const real *x, rea
     }
     if (tall) transpose(m, n, T, N_ROW, X, M_ROW);
     else transpose(n, m, X, M_ROW, T, N_ROW);
-    if (m >= 3 * n && iterations) { /* X is multiplied twice in all, and not in each iteration */
-        multiply(n, m, n, X, M_ROW, T, N_ROW, A, N_ROW);
+    if (2 * m >= 3 * n && iterations) { /* X is multiplied twice in all, and not in each iteration */
+        symmetric(n, m, X, M_ROW, T, N_ROW, A, N_ROW);
         polynomial(n, N_ROW, A, product, a);
         const real *newest = product;
-        for (int k = 1; k < iterations; k++) { /* A = F A F, and product = F product */
-            multiply(n, n, n, newest, N_ROW, A, N_ROW, B, N_ROW);
-            multiply(n, n, n, B, N_ROW, newest, N_ROW, A, N_ROW);
+        for (int k = 1; k < iterations; k++) { /* A = F A F, and product = F product: polynomials of A, all of them */
+            symmetric(n, n, newest, N_ROW, A, N_ROW, B, N_ROW);
+            symmetric(n, n, B, N_ROW, newest, N_ROW, A, N_ROW);
             polynomial(n, N_ROW, A, F, a);
-            multiply(n, n, n, F, N_ROW, product, N_ROW, B, N_ROW);
+            symmetric(n, n, F, N_ROW, product, N_ROW, B, N_ROW);
             memcpy(product, B, (int64_t)n * N_ROW * sizeof(real));
             newest = F;
         }
-        multiply(n, n, m, product, N_ROW, X, M_ROW, Y, M_ROW);
+        multiply(0, n, n, m, product, N_ROW, X, M_ROW, Y, M_ROW);
         real *swap = X;
         X = Y, Y = swap;
     } else
         for (int k = 0; k < iterations; k++) { /* X = a X + (b A + c A A) X with A = X X^T */
             if (k) transpose(n, m, X, M_ROW, T, N_ROW);
-            multiply(n, m, n, X, M_ROW, T, N_ROW, A, N_ROW);
+            symmetric(n, m, X, M_ROW, T, N_ROW, A, N_ROW);
             polynomial(n, N_ROW, A, F, 0);
-            multiply(n, n, m, F, N_ROW, X, M_ROW, Y, M_ROW);
+            multiply(0, n, n, m, F, N_ROW, X, M_ROW, Y, M_ROW);
             for (int64_t i = 0; i < (int64_t)n * M_ROW; i++) X[i] = a * X[i] + Y[i];
         }
     if (tall) transpose(n, m, X, M_ROW, T, N_ROW);
