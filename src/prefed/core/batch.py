@@ -179,6 +179,10 @@ def call(module: nn.Module | Callable[..., Any], x: Inputs, **more: Tensor) -> A
     return module(*x, **more) if isinstance(x, tuple) else module(x, **more)
 
 
+UNSIGNED = torch.uint16, torch.uint32, torch.uint64
+"""Types that torch can do little with."""
+
+
 def to_inputs(where: str, x: Any, pad: float | Mapping[str, float] | None = None) -> Inputs:
     """From what a user gives: arrays, a dict of arrays, or a tuple of tensors. Rows of unequal
     length need `pad`."""
@@ -222,4 +226,7 @@ def _leaf(where: str, value: Any, fill: float | None) -> Leaf:
             return Ragged.of(rows, fill)
         if fill is not None:
             return Ragged.of(rows, fill)
-    return torch.as_tensor(value).detach()  # whatever made it is not trained
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise PrefedError(f"{where}: some of its values are masked; fill them, as x.filled(0) does")
+    found = torch.as_tensor(value).detach()  # whatever made it is not trained
+    return found.long() if found.dtype in UNSIGNED else found

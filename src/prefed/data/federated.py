@@ -83,6 +83,9 @@ class FederatedData:
         self.augment = augment
         self._sizes, self._test_sizes = np.full((2, len(self.clients)), -1)
         """Samples of each client, where they are known."""
+        self._looked_at = np.zeros(len(self.clients), dtype=bool)
+        """Clients that were made on demand and are as `check` was told."""
+        self._look: Callable[[str, Samples], None] | None = None
         self._labels: tuple[int, int | None] | None = None
         """How many classes there are and which label is none, known once `check` has been told."""
 
@@ -92,6 +95,9 @@ class FederatedData:
     def client(self, number: int) -> Samples:
         samples = self._of(self.clients, number, "clients")
         self._sizes[number] = len(samples)
+        if self._look is not None and not self._looked_at[number]:
+            self._look(f"clients[{number}]", samples)
+            self._looked_at[number] = True
         return samples
 
     def size(self, number: int) -> int:
@@ -190,8 +196,8 @@ class FederatedData:
         targets: bool = True,
         largest: float | None = None,
     ) -> None:
-        """Raise for what would go wrong later. Not for clients that are made or read on demand:
-        that would be now.
+        """Raise for what would go wrong later. Clients that are made on demand are looked at when
+        they are, and of those that are read on demand the labels.
 
         classes   how many there are, if y is to hold labels
         ignored   a label that stands for no class
@@ -204,6 +210,21 @@ class FederatedData:
             if isinstance(samples, LazySamples):
                 named = self.client_tests if where.startswith("client_tests") else self.clients
                 self._watched(named or self.clients, samples, where).check_column()
+        if not isinstance(self.clients, Partition | HeldOut | list | tuple):
+            zero = self.client(0)
+            first = None if isinstance(zero, LazySamples) else dtypes(zero)
+
+            def look(where: str, samples: Samples) -> None:
+                check_samples(where, samples, classes, ignored, targets, largest)
+                if first is None or isinstance(samples, LazySamples):
+                    return
+                if (found := dtypes(samples)) != first:
+                    raise PrefedError(
+                        f"{where}: (x, y) are {found}, and those of clients[0] {first}; they must "
+                        f"have the same dtypes"
+                    )
+
+            self._look = look
         kinds = {dtypes(s) for _, s in self._checkable() if not isinstance(s, LazySamples)}
         if len(kinds) > 1:
             found = " and ".join(sorted(f"({x}, {y})" for x, y in kinds))

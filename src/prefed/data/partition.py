@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from prefed.core import draws
-from prefed.core.errors import PrefedError
+from prefed.core.errors import PrefedError, shown
 from prefed.data.samples import LazySamples, Read, Samples, to_samples
 
 
@@ -128,6 +128,10 @@ class MadeOnce:
 
 def sample_numbers(client: int, part: Any, samples: int) -> np.ndarray[Any, Any]:
     """Of one client, who is given them, or a mask with a yes or no for each sample."""
+    if np.ndim(part) == 0:
+        raise PrefedError(
+            f"parts[{client}]: should be a list of sample numbers or a mask, not {shown(part)}"
+        )
     found = np.asarray(part).reshape(-1)
     if found.dtype == bool:
         if len(found) != samples:
@@ -152,6 +156,10 @@ def divide(clients: Any, parts: Sequence[Any] | None, read: Read) -> Clients:
     """Clients by number, from what the user gave."""
     if parts is not None:
         whole = to_samples(clients, "clients", read)
+        if isinstance(parts, Mapping):
+            raise PrefedError(
+                "parts: is a dict; give list(parts.values()), a client for each place"
+            )
         if not len(parts):
             raise PrefedError("parts: there is no client")
         if not isinstance(parts, Parts):

@@ -113,6 +113,8 @@ class Batches:
             part = slice(part.start - self.first, part.stop - self.first)
         x, y = (batch.padded(batch.part(values, part)) for values in (self.x, self.y))
         if self.augment is not None:
+            if self.settings.batch_size is None:  # the client's own, which it may change
+                x = batch.mapped(Tensor.clone, x)
             x = augmented(self.augment, x, self.settings, self.round, self.client, k)
         return x, y
 

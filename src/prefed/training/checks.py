@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prefed.algorithms import Algorithm
+from prefed.algorithms import Algorithm, Policy
 from prefed.codecs import codec
-from prefed.core.errors import PrefedError
+from prefed.core.errors import PrefedError, shown
 from prefed.core.flat_model import FlatModel
 from prefed.core.layout import Layout
 from prefed.core.machine import torch_threads
@@ -18,15 +18,40 @@ from prefed.rules import Rule
 from prefed.rules.grouped import check_groups
 from prefed.rules.halved import check_halved
 from prefed.rules.rule import BLOCK, OTHER
+from prefed.rules.wrapped import MEAN_CHANGE
 from prefed.training.block_state import shared_fields
 from prefed.training.other_gradients import check_other
-from prefed.training.server_state import policies, policy
+from prefed.training.server_state import (
+    BUFFERS,
+    LAST,
+    LOCAL_STEPS,
+    LOST,
+    PERSONAL,
+    STEPS,
+    policies,
+    policy,
+)
 from prefed.training.settings import Settings
 from prefed.training.task import Task
 from prefed.training.task_trial import try_out
 
 TRIED = 100
 """Steps that a rule may leave the weights as they are."""
+IN_BLOCK = 3
+"""Steps that a block of two clients takes, to be compared with each alone."""
+RESERVED = {
+    "weights",
+    BUFFERS,
+    STEPS,
+    LOCAL_STEPS,
+    PERSONAL,
+    LAST,
+    LOST,
+    MEAN_CHANGE,
+    OTHER,
+    "mean",
+}
+"""Names of what is sent or kept, or is handed to rules, beside the fields of a rule."""
 
 
 def check_settings(algorithm: Algorithm, data: FederatedData, settings: Settings) -> None:
@@ -113,8 +138,40 @@ def check_in_place(algorithm: Algorithm, flat: FlatModel, steps: int) -> None:
     """Try both rules on copies of the weights, as a client and the server hold them."""
     client_lr, server_lr = at(algorithm.client_lr, 0), at(algorithm.server_lr, 0)
     whole, shared, weights = flat.layout, flat.shared, flat.weights
-    _try(algorithm.client_rule().fit(whole), whole, weights[None], client_lr, min(steps, TRIED))
+    rule = algorithm.client_rule().fit(whole)
+    _try(rule, whole, weights[None], client_lr, min(steps, TRIED))
+    if not type(rule).__module__.startswith("prefed."):
+        _try_block(rule, whole, weights)
     _try(algorithm.server_rule().fit(shared), shared, weights[: shared.size], server_lr, TRIED)
+
+
+def _try_block(rule: Rule, layout: Layout, weights: Tensor) -> None:
+    """A rule takes a block of clients as it takes each of them alone: sums over all numbers, as
+    g.norm() is one, would mix them, and each engine would train another model."""
+    if rule.lockstep:
+        return
+    generator = torch.Generator(weights.device).manual_seed(0)
+    g = weights.new_empty(IN_BLOCK, 2, len(weights)).normal_(generator=generator)
+    g[:, 1] *= 5
+
+    def moved(rows: slice) -> Tensor:
+        w = weights.repeat(2, 1)[rows]
+        state = {name: field.new(weights, len(w)) for name, field in rule.fields(layout).items()}
+        rule.begin(w, state)
+        for k, each in enumerate(g):
+            if rule.other(k) is not None:
+                state[OTHER] = each[rows].clone()
+            rule.step(w, each[rows].clone(), state, 1e-2, k)
+            state.pop(OTHER, None)
+        return w - weights
+
+    together, alone = moved(slice(0, 2)), torch.cat([moved(slice(0, 1)), moved(slice(1, 2))])
+    error = torch.linalg.vector_norm(together - alone, dim=1)
+    if not bool((error <= 1e-2 * torch.linalg.vector_norm(alone, dim=1)).all()):
+        raise PrefedError(
+            f"{type(rule).__name__}.step: two clients in a block (2, d) move otherwise than each "
+            f"alone; a rule works on rows, as g.norm(dim=-1, keepdim=True) does and g.norm() not"
+        )
 
 
 def _try(rule: Rule, layout: Layout, weights: Tensor, lr: float, steps: int) -> None:
@@ -212,7 +269,17 @@ def check_sharing(algorithm: Algorithm, layout: Layout) -> None:
             f"{type(algorithm).__name__}: its server rule needs a gradient of samples, which only "
             f"clients have; let it be the client rule"
         )
-    for name in algorithm.sharing():
+    for name in RESERVED & fields.keys():
+        raise PrefedError(
+            f"{type(algorithm).__name__}: the client rule has a field {name!r}, which is the name "
+            f"of something else that is sent or kept; give it another"
+        )
+    for name, given in algorithm.sharing().items():
+        if not isinstance(given, Policy):
+            raise PrefedError(
+                f"{type(algorithm).__name__}.sharing: {name} is {shown(given)}; give a policy, as "
+                f"prefed.average(), prefed.keep() or prefed.reset()"
+            )
         if name not in fields and not name.endswith("_mass"):
             raise PrefedError(
                 f"{type(algorithm).__name__}.sharing: the client rule has no state {name!r}; "

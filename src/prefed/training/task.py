@@ -90,6 +90,7 @@ class Task:
         if self.loss in (by_targets, cross_entropy) and data.ignored is not None:
             self.loss = make_loss("cross_entropy", ignore_index=data.ignored)
         self.transform = data.transform
+        """`try_out` lets it have copies, if it or the model changes what it is given."""
         self.device, self.micro_batch = device, micro_batch
         self.randomness: Literal["none", "dropout", "generator"] = "none"
         """What the model draws in training: nothing; dropout masks, which have keys; or numbers
@@ -119,6 +120,7 @@ class Task:
         other = Task(self.flat.module, self.loss, data, *kind, **held)
         other.randomness, other.attends = self.randomness, self.attends
         other.numbers_out, other.pooled = self.numbers_out, self.pooled
+        other.transform = self.transform
         other.flat.buffers.like(self.flat.buffers)
         return other
 

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from prefed.core import batch
+from prefed.core import batch, draws
 from prefed.core.batch import Inputs, leaves
 from prefed.core.errors import PrefedError
 from prefed.core.losses import (
@@ -18,8 +18,9 @@ from prefed.core.losses import (
     is_one_of,
     tensor_of,
 )
+from prefed.core.memory import all_finite
 from prefed.data import FederatedData
-from prefed.data.federated import of_other_shapes
+from prefed.data.federated import Transform, of_other_shapes
 from prefed.training.keyed_dropout import KeyedDropout, keys
 from prefed.training.pooling import FastPooling
 from prefed.training.task import Task
@@ -29,11 +30,17 @@ FIRST = ": cross-entropy wants them in dimension 1, as output.transpose(1, -1) h
 
 def try_out(task: Task, data: FederatedData) -> None:
     """Try the model, the loss and the data on each other before anything is trained."""
+    if not all_finite(task.flat.weights):
+        raise PrefedError("model: some of its weights are not finite (NaN or infinity)")
     x, y = data.client(0).take(torch.arange(min(2, len(data.client(0)))))
     if len(y) == 0:
         raise PrefedError("clients[0]: it has no samples")
     x, y = batch.padded(x), batch.padded(y)
-    dtype, fed = task.flat.weights.dtype, task.transform(x) if task.transform else x
+    if _changes_its_input(task, x):
+        task.transform = _of_copies(task.transform)
+    fed = _transformed(task, x)
+    _try_augment(data, x)
+    dtype = task.flat.weights.dtype
     for given in {leaf.dtype for leaf in leaves(fed)} - {dtype}:
         if given.is_floating_point:
             raise PrefedError(
@@ -53,8 +60,9 @@ def try_out(task: Task, data: FederatedData) -> None:
         with torch.no_grad():
             loss = task.loss(output, y.to(task.device))
             task.randomness = _find_randomness(task, x)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise PrefedError("loss: should return one number for a batch")
+        if not isinstance(loss, Tensor) or loss.dim():
+            shape = f", not {list(loss.shape)}" if isinstance(loss, Tensor) else ""
+            raise PrefedError(f"loss: should return one number for a batch, as loss.mean(){shape}")
         _check_gradient(task, x, y)
         _check_other_shapes(task, data)
         if data.test is not None:
@@ -66,6 +74,52 @@ def try_out(task: Task, data: FederatedData) -> None:
         raise PrefedError(f"model, loss: they do not fit the data: {error}{hint}") from error
     finally:
         task.flat.module.train(training)
+
+
+def _changes_its_input(task: Task, x: Inputs) -> bool:
+    """The transform or the model works in place: it would change the data, which are read again."""
+    given = batch.mapped(Tensor.clone, x)
+    training = task.flat.module.training
+    with torch.no_grad(), suppress(Exception):  # what else is wrong is told later
+        task.flat.module.eval()
+        task.forward(given)
+    task.flat.module.train(training)
+    return any(leaf._version for leaf in leaves(given))
+
+
+def _of_copies(transform: Transform | None) -> Transform:
+    def copied(x: Inputs) -> Inputs:
+        own = batch.mapped(Tensor.clone, x)
+        return transform(own) if transform else own
+
+    return copied
+
+
+def _transformed(task: Task, x: Inputs) -> Inputs:
+    fed = task.transform(x) if task.transform else x
+    if not _are_tensors(fed):
+        raise PrefedError(f"transform: should return tensors, not {type(fed).__name__}")
+    return fed
+
+
+def _are_tensors(x: object) -> bool:
+    values = x.values() if isinstance(x, dict) else x if isinstance(x, tuple) else [x]
+    return all(isinstance(value, Tensor) for value in values)
+
+
+def _try_augment(data: FederatedData, x: Inputs) -> None:
+    if data.augment is None:
+        return
+    given = batch.mapped(Tensor.clone, x)
+    try:
+        found = data.augment(given, draws.generator(0, "trial"))
+    except Exception as error:
+        raise PrefedError(
+            f"augment: it is called with a batch of x and a numpy.random.Generator, and fails: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not _are_tensors(found) or batch.size(found) != batch.size(x):
+        raise PrefedError("augment: should return as many samples as it was given, as tensors")
 
 
 def _check_other_shapes(task: Task, data: FederatedData) -> None:

@@ -90,9 +90,12 @@ def one_client(
     plain    attention is computed in plain lines, as vmap wants it
     """
     caught = task.randomness == "dropout" or (plain and task.attends)
+    others = other_names(module)
 
     def one(weights: State, buffers: State, x: Inputs, y: Any, key: Tensor) -> Tensor:
-        model = partial(_functional, module, {**weights, **buffers})
+        values = {**weights, **buffers}
+        values |= {name: values[first] for name, first in others.items() if first in values}
+        model = partial(_functional, module, values)
         with KeyedDropout(key, plain) if caught else nullcontext():
             output = batch.call(model, x)
         return (loss or task.loss)(tensor_of(output), y)
@@ -100,8 +103,21 @@ def one_client(
     return one
 
 
+def other_names(module: nn.Module) -> dict[str, str]:
+    """Of tied parameters and buffers, each with its first. A layer that stands in several places
+    has but one name here: torch, which would tie names by itself, does not put back what it had."""
+    first: dict[int, str] = {}
+    found = {}
+    for owner, layer in module.named_modules():
+        for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+            path = f"{owner}.{name}" if owner else name
+            if tensor is not None and first.setdefault(id(tensor), path) != path:
+                found[path] = first[id(tensor)]
+    return found
+
+
 def _functional(module: nn.Module, weights: State, *given: Tensor, **named: Tensor) -> Any:
-    return functional_call(module, weights, given, named)
+    return functional_call(module, weights, given, named, tie_weights=False)
 
 
 def _by_targets(output: Tensor, y: Tensor) -> Tensor:
