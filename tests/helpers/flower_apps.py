@@ -29,8 +29,10 @@ def tiny_app(
     helper: str = "plain",
     metrics: dict[str, Any] | None = None,
     make: Make = tiny_model,
+    **options: Any,
 ) -> ClientApp:
-    """Full-batch steps on the samples of a partition. metrics are added to the plain reply."""
+    """Full-batch steps on the samples of a partition. metrics are added to the plain reply, options
+    given to the optimiser of the helper "covariance"."""
     app = ClientApp()
     prefed.flower.tell_partition(app)
 
@@ -47,7 +49,7 @@ def tiny_app(
         model.load_state_dict(content["arrays"].to_torch_state_dict())
         optimiser: Any = torch.optim.SGD(model.parameters(), LR)
         if helper == "covariance":
-            optimiser = prefed.optim.Covariance(model.parameters(), LR)
+            optimiser = prefed.optim.Covariance(model.parameters(), LR, **options)
             prefed.flower.load_state(message, model, optimiser)
         for _ in range(STEPS):
             optimiser.zero_grad(set_to_none=False)

@@ -23,12 +23,14 @@ from prefed.core import batch
 from prefed.core.batch import Inputs
 from prefed.core.errors import PrefedError
 from prefed.core.flat_model import FlatModel
+from prefed.core.layout import Layout
 from prefed.core.losses import by_targets, tensor_of
 from prefed.flower import protocol as p
 from prefed.flower.kept_state import KeptState, state_directory
 from prefed.flower.strategy_message import Asked, Order
 from prefed.flower.wire import pack
 from prefed.optim import Covariance
+from prefed.rules import Covariance as CovarianceRule
 from prefed.rules import Field, State
 from prefed.training.admission import Spec
 from prefed.training.block import Block
@@ -64,21 +66,29 @@ def local_train(
         raise PrefedError("batches: there is none")
     count = samples if samples is not None else sum(len(y) for _, y in steps)
     metrics = MetricRecord({p.SAMPLES: count, p.STEPS: len(steps), p.TRAINED: asked.round})
+    flat, size = asked.load(model, algorithm)
+    order = Order(asked.shape.layout, flat.shared, _tied(model, flat.shared))
+    if asked.private and (others := order.untrained()):
+        raise PrefedError(
+            f"privacy: the server would add noise to {', '.join(others)}, which this model does "
+            f"not train under that name; leave frozen parameters out of its state dict, or name "
+            f"them in the strategy's buffers, and untie tied ones"
+        )
+    shared = asked.shared(algorithm)
+    held = {n: order.to_model(v).to(flat.weights.device) for n, v in shared.items()}
     if asked.question:
         answer = {"arrays": asked.arrays, p.STATE: asked.state, "metrics": metrics}
         return Message(RecordDict(answer), reply_to=message)
-    flat, size = asked.load(model, algorithm)
     with torch.no_grad(), torch.random.fork_rng():
         some = batch.moved(batch.part(steps[0][0], slice(0, 2)), flat.weights.device)
         flat.buffers.watch(partial(batch.call, model), some)
-    order, start = Order(asked.shape.layout, flat.shared), flat.weights.clone()
-    shared = asked.shared(algorithm)
+    start = flat.weights.clone()
     server = Server(
         asked.round,
         start[:size],
         flat.read_buffers(),
         {},
-        {n: order.to_model(v).to(start.device) for n, v in shared.items()},
+        held,
         flat.shared,
         start.new_zeros((), dtype=torch.int64),
         start[size:],
@@ -135,20 +145,54 @@ def _kept(
     return first, {n: v.to(flat.weights.device) for n, v in (found or {}).items()}
 
 
+def _tied(model: nn.Module, layout: Layout) -> dict[str, str]:
+    """More names of the parameters in the layout, and those that they have there."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    found = {name: names[id(p)] for name, p in every if names[id(p)] != name}
+    known = {entry.name for entry in layout.entries}
+    return {other: name for other, name in found.items() if name in known}
+
+
 def load_state(message: Message, model: nn.Module, optimiser: Covariance) -> None:
-    """Give the optimiser the m and P that the server sent; what it did not send begins at zero."""
+    """Give the optimiser the m and P that the server sent; what it did not send begins at zero. Its
+    options have to be those of the strategy."""
     asked = Asked(message.content)
-    parts = {}
-    for name, vector in asked.vectors().items():
-        parts[name] = asked.shape.layout.views(vector)
+    held, algorithm = asked.vectors(), asked.algorithm()
+    rule = algorithm.client_rule()
+    if held and isinstance(rule, CovarianceRule):
+        _compare(rule, algorithm.weight_decay, optimiser)
+    views = {n: asked.shape.layout.views(v) for n, v in held.items() if n in ("m", "P")}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             state: dict[str, Any] = optimiser.state[parameter]
             for field in ("m", "P"):
-                found = parts.get(field, {}).get(name)
+                found = views.get(field, {}).get(name)
                 state[field] = torch.zeros_like(parameter)
                 if found is not None:
                     state[field].copy_(found)
+            for mass in rule.masses() if isinstance(rule, CovarianceRule) else ():
+                start = held.get(mass, parameter.new_zeros(1))
+                state[mass] = start.to(parameter, copy=True)
+
+
+def _compare(rule: CovarianceRule, weight_decay: float, optimiser: Covariance) -> None:
+    """The loop's optimiser steps as the strategy says."""
+    wanted = {
+        "betas": (rule.beta1, rule.beta2),
+        "tau": rule.tau,
+        "accumulate": rule.accumulate,
+        "bias_correction": rule.bias_correction,
+        "weight_decay": weight_decay,
+    }
+    for group in optimiser.param_groups:
+        for option, value in wanted.items():
+            own = tuple(group[option]) if option == "betas" else group[option]
+            if own != value:
+                raise PrefedError(
+                    f"{option}: the optimiser has {own}, and the strategy of the server {value}; "
+                    f"give both the same"
+                )
 
 
 def state_record(message: Message, model: nn.Module, optimiser: Covariance) -> ArrayRecord:
@@ -157,6 +201,10 @@ def state_record(message: Message, model: nn.Module, optimiser: Covariance) -> A
     algorithm, held = asked.algorithm(), asked.vectors()
     vectors = {n: v for n, v in held.items() if policy(algorithm, n).sent(asked.round)}
     for field, vector in vectors.items():
+        if field not in ("m", "P"):  # one number for all
+            first = next(p for p in model.parameters() if p.requires_grad)
+            vector.copy_(optimiser.state[first][field])
+            continue
         views = asked.shape.layout.views(vector)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:

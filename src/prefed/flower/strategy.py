@@ -204,6 +204,7 @@ class Strategy(FlowerStrategy):
             p.BUFFERS: list(self.buffers),
             p.PERSONAL: self._begun.shape.personal,
             p.AFTER: self.after.get(client, NEVER),
+            p.PRIVATE: self.privacy is not None,
         }
         return ConfigRecord({**config, **ours})
 

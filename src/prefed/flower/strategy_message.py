@@ -1,7 +1,7 @@
 """The message of a strategy, as `local_train` and its like in a ClientApp read it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from glob import escape
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from prefed.flower import protocol as p
 from prefed.flower.kept_state import NEVER
 from prefed.flower.statedict import StateDict
 from prefed.flower.wire import unpack
-from prefed.rules import State
+from prefed.rules import Covariance, State
 from prefed.training.admission import broadcast
 from prefed.training.checks import check_parts
 from prefed.training.server_state import Server
@@ -32,6 +32,7 @@ class Asked:
             raise PrefedError("the message is not from a strategy of prefed.flower")
         self.arrays, (self.config,) = arrays[0], configs
         self.state = content.get(p.STATE, ArrayRecord())
+        self.private = bool(self.config.get(p.PRIVATE, False))
         self.question = bool(self.config.get(p.QUESTION, False))
         self.round = int(self.config["server-round"]) - 1  # type: ignore[arg-type]
         self.after = int(self.config.get(p.AFTER, NEVER))  # type: ignore[arg-type]
@@ -56,6 +57,8 @@ class Asked:
     def algorithm(self) -> Algorithm:
         options = json.loads(str(self.config[p.ALGORITHM]))
         name = options.pop("name")
+        if any(":" in text for text in _texts(options.get("server_lr"))):
+            del options["server_lr"]  # a function of the server's own, which clients do not need
         chosen = [name, *(value for key, value in options.items() if key != "personal")]
         if own := [text for text in _texts(chosen) if ":" in text]:
             # A message must not choose what is imported here.
@@ -70,7 +73,8 @@ class Asked:
         return unpack(self.state, {name: specs[name] for name in server.shared})
 
     def vectors(self) -> State:
-        """The same for a training loop that is not `local_train`."""
+        """The same for a training loop that is not `local_train`, whose steps are those of
+        prefed.optim.Covariance."""
         if self.shape.personal:
             raise PrefedError("personal: parts that stay with a client need local_train")
         algorithm = self.algorithm()
@@ -78,7 +82,17 @@ class Asked:
             raise PrefedError("align: moving along the mean change needs local_train")
         if any(policy.kept_between for policy in algorithm.sharing().values()):
             raise PrefedError('between="keep": state that stays with a client needs local_train')
-        return self.shared(algorithm)
+        fields = type(algorithm).model_fields
+        for option in ("groups", "clip_norm", "decoupled_weight_decay", "state_dtype"):
+            if getattr(algorithm, option) != fields[option].default:
+                raise PrefedError(f"{option}: is carried out by local_train alone")
+        shared, rule = self.shared(algorithm), algorithm.client_rule()
+        if shared and (type(rule) is not Covariance or rule.tau_relative is not None):
+            raise PrefedError(
+                f"{type(algorithm).__name__}: with these options the client rule is another than "
+                f"that of prefed.optim.Covariance, and needs local_train"
+            )
+        return shared
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -92,10 +106,12 @@ def _texts(value: Any) -> Iterator[str]:
 
 class Order:
     """From the server's vector, in the order of the state dict, to the model's and back. The model
-    may have frozen parameters, which it does not train, and another memory layout."""
+    may have frozen parameters, which it does not train, tied ones, which the state dict has under
+    several names, and another memory layout."""
 
-    def __init__(self, server: Layout, model: Layout) -> None:
-        self.server, self.model = server, model
+    def __init__(self, server: Layout, model: Layout, tied: Mapping[str, str]) -> None:
+        """tied   more names of parameters, and the one that the model's layout has"""
+        self.server, self.model, self.tied = server, model, tied
         shapes = {entry.name: entry.shape for entry in server.entries}
         for entry in model.entries:
             if shapes.get(entry.name) != entry.shape:
@@ -117,14 +133,21 @@ class Order:
             return vector
         result = received.clone()
         there = self.server.views(result)
-        for name, view in self.model.views(vector).items():
+        here = self.model.views(vector)
+        for name, view in (here | {other: here[name] for other, name in self.tied.items()}).items():
             there[name].copy_(view)
         return result
+
+    def untrained(self) -> list[str]:
+        """Parameters of the server, one for each name, that the model does not train: frozen ones,
+        and more names of tied ones."""
+        trained = {entry.name for entry in self.model.entries}
+        return [entry.name for entry in self.server.entries if entry.name not in trained]
 
     def _only_vectors(self, vector: Tensor) -> None:
         if tuple(vector.shape) != (self.server.size,):
             raise PrefedError(
                 'state that is not one number for each weight (shape="full", the means of '
-                "FedAdamW) needs a model without frozen parameters, in the memory layout of the "
-                "server's"
+                "FedAdamW) needs a model without frozen or tied parameters, in the memory layout "
+                f"of the server's; not trained under their names: {', '.join(self.untrained())}"
             )
