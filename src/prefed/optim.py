@@ -9,6 +9,8 @@ from torch.optim.optimizer import ParamsT
 from prefed.core.errors import PrefedError
 from prefed.rules import Covariance as CovarianceRule
 
+MASSES = "m_mass", "P_mass"
+
 
 class Covariance(torch.optim.Optimizer):
     """m = beta1*m + (1 - beta1)*g,  P = beta2*P + (1 - beta2)*(g - m)^2,
@@ -40,6 +42,15 @@ class Covariance(torch.optim.Optimizer):
         }
         _check(defaults)
         super().__init__(params, defaults)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        names = [n for group in state_dict["param_groups"] for n in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        for name, parameter in zip(names, own, strict=True):
+            for field, value in state_dict["state"].get(name, {}).items():
+                if field in MASSES:  # which torch has rounded to the type of the parameter
+                    self.state[parameter][field] = _mass(parameter).copy_(value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _check({**self.defaults, **param_group})
@@ -77,12 +88,17 @@ class Covariance(torch.optim.Optimizer):
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state |= {name: torch.zeros_like(parameter) for name in ("m", "P")}
-            masses = rule.masses().items()
-            state |= {name: field.new(_local(parameter)) for name, field in masses}
+            state |= {name: _mass(parameter) for name in rule.masses()}
         if weight_decay:
             gradient = gradient.add(parameter, alpha=weight_decay)
         own = {name: _row(_local(value)) for name, value in state.items()}
         rule.step(_row(_local(parameter)), _row(_local(gradient)), own, lr, 0)
+
+
+def _mass(parameter: torch.Tensor) -> torch.Tensor:
+    """A share that grows to 1, in float32 at least: bfloat16 would stand still far below."""
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    return torch.zeros(1, dtype=dtype, device=parameter.device)
 
 
 def _check(options: dict[str, Any]) -> None:

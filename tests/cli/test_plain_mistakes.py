@@ -63,6 +63,10 @@ COMMANDS = {
         'validate digits-iid --set algorithm={name="fedmuon",adam=["tokens"]} --set client_lr=1',
         "FedMuon.adam: 'tokens' names no parameter",
     ),
+    "two in a sum": (
+        "deploy digits-iid --set clients_per_round=2 --local 3 --secure-aggregation",
+        "a sum needs clients on three nodes or more",
+    ),
     "a part of a table": ("table mcmahan-2nn --draw --only iid", "--only: chooses what is run"),
     "a mean without a name": (
         "validate digits-iid --set mean.share=0.2",

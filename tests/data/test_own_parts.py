@@ -138,6 +138,15 @@ def masked() -> Any:
     return np.ma.masked_array(X[0].numpy(), mask=X[0].numpy() > 1)
 
 
+class NoCopy(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("a socket")
+
+
+def loader() -> Any:
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X[0], Y[0]))
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "parts by name": (lambda: with_parts({0: [1, 2]}), r"give list\(parts.values\(\)\)"),
     "a number for a part": (lambda: with_parts([3, 4]), r"parts\[0\]: should be a list"),
@@ -150,6 +159,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "an array": (lambda: run(with_(transform=lambda x: x.numpy())), "should return tensors"),
     "no generator": (lambda: run(with_(augment=lambda x: x)), "augment: it is called with"),
     "fewer": (lambda: run(with_(augment=lambda x, g: x[:1])), "augment: should return as many"),
+    "a loader": (lambda: prefed.FederatedData(loader()), "no clients by number; give a list"),
+    "on meta": (lambda: run(model=nn.Linear(4, 3, device="meta")), "it is on the device meta"),
+    "no copy": (lambda: run(model=NoCopy(4, 3)), "it cannot be copied .TypeError: a socket"),
     "weights": (lambda: run(model=bad_weights()), "model: some of its weights are not finite"),
 }
 
@@ -179,6 +191,7 @@ class Normed(prefed.Rule):
         (Normed(True), {}, ""),
         (Normed(False), {}, "two clients in a block"),
         (Normed(True, "weights"), {"weights": prefed.average()}, "a field 'weights'"),
+        (Normed(True, "m"), {"m": prefed.derived()}, "has no `derive` that says from what"),
         (Normed(True, "m"), {"m": "average"}, r"give a policy, as prefed.average\(\)"),
     ],
 )

@@ -359,4 +359,4 @@ def test_rounds_of_clients_on_fewer_than_three_nodes_are_skipped(
     config = config_of({"name": "fedavg"}, **EVERYONE)
     with caplog.at_level(logging.WARNING):
         assert secure(config, tmp_path, 2).run().history[0]["skipped"]
-    assert "2 nodes are there; 3 are the fewest in a sum" in caplog.text
+    assert "of this round are on 2 nodes; 3 are the fewest in a sum" in caplog.text

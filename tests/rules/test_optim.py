@@ -155,3 +155,18 @@ def test_options_of_a_group_are_checked(wrong: dict[str, object]) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(prefed.PrefedError, match=f"^{next(iter(wrong))}: should be"):
         prefed.optim.Covariance([{"params": [parameter], **wrong}])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_masses_grow_in_half_precision(dtype: torch.dtype) -> None:
+    """Also after the state was loaded, which torch rounds to the type of the parameter."""
+    weight = nn.Parameter(torch.zeros(8, dtype=dtype))
+    options: dict[str, Any] = {"betas": (0.9, 0.999), "bias_correction": True}
+    optimiser = prefed.optim.Covariance([weight], **options)
+    for _ in range(700):
+        weight.grad = torch.ones_like(weight)
+        optimiser.step()
+    other = prefed.optim.Covariance([weight], **options)
+    other.load_state_dict(copy.deepcopy(optimiser.state_dict()))
+    for one in (optimiser, other):
+        assert float(one.state[weight]["P_mass"]) == pytest.approx(1 - 0.999**700, rel=1e-4)

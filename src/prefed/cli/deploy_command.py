@@ -112,6 +112,11 @@ def deploy(
     options = checked(Options, given)
     if secure_aggregation and (local or simulate or 3) < 3:
         raise typer.BadParameter("--secure-aggregation: a sum needs three nodes or more")
+    if secure_aggregation and (loaded.clients_per_round or 3) < 3:
+        raise typer.BadParameter(
+            f"--secure-aggregation: a sum needs clients on three nodes or more, and "
+            f"clients_per_round is {loaded.clients_per_round}"
+        )
     run = loaded.make_run()
     check_deployable(run.algorithm, run.settings, len(run.data))
     if loaded.devices is not None:

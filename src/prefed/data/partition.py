@@ -190,7 +190,9 @@ def divide(clients: Any, parts: Sequence[Any] | None, read: Read) -> Clients:
             "clients: is one pair (x, y); give a list with a pair for each client, or `parts`, the "
             "sample numbers of each"
         )
-    if not hasattr(clients, "__len__"):
-        raise PrefedError(f"clients: {type(clients).__name__} has no len(); give a list")
+    if not (hasattr(clients, "__len__") and hasattr(clients, "__getitem__")):
+        raise PrefedError(
+            f"clients: {type(clients).__name__} has no len(), or no clients by number; give a list"
+        )
     found: Clients = clients
     return found

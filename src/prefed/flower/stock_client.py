@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from prefed.algorithms import Algorithm
 from prefed.core import batch
-from prefed.core.batch import Inputs
+from prefed.core.batch import Inputs, to_inputs
 from prefed.core.errors import PrefedError
 from prefed.core.flat_model import FlatModel
 from prefed.core.layout import Layout
-from prefed.core.losses import by_targets, tensor_of
+from prefed.core.losses import by_targets, make_loss, tensor_of
+from prefed.data.samples import wide
 from prefed.flower import protocol as p
 from prefed.flower.kept_state import KeptState, state_directory
 from prefed.flower.strategy_message import Asked, Order
@@ -48,19 +49,21 @@ def local_train(
     model: nn.Module,
     batches: Iterable[Batch],
     *,
-    loss: Loss | None = None,
+    loss: Loss | str | None = None,
     samples: int | None = None,
     algorithm: Algorithm | None = None,
 ) -> Message:
     """Train `model` from the message's arrays on the batches, one step each, by the algorithm of
     the server's strategy, and answer with all that it wants to know. The model is changed.
 
-    loss        (output, y) -> one number; None is the one that prefed.simulate has for such y
+    loss        (output, y) -> one number, or the name of one, as "bce"; None is the one that
+                prefed.simulate has for such y
     samples     the number for the server's weighting; by default all samples in the batches
     algorithm   for one that is not prefed's own, which a server cannot name
     """
     asked = Asked(message.content)
     algorithm = algorithm or asked.algorithm()
+    loss = make_loss(loss) if isinstance(loss, str) else loss or by_targets
     steps = [_pair(of_step) for of_step in batches]
     if not steps:
         raise PrefedError("batches: there is none")
@@ -96,7 +99,7 @@ def local_train(
     keeps, began = _kept(context, asked, algorithm, flat)
     kept = {0: began} if began else {}
 
-    update = local_update(algorithm, server, _Block(flat, steps, loss or by_targets), kept)
+    update = local_update(algorithm, server, _Block(flat, steps, loss), kept)
     flat.buffers.check()
     if keeps:
         stays = {name: value[0] for name, value in update.kept.items()}
@@ -226,9 +229,10 @@ def tell_partition(app: ClientApp) -> None:
 def _pair(found: Any) -> Batch:
     """x and y of a batch: a pair, or a dict with "labels", as loaders of Hugging Face have."""
     if isinstance(found, Mapping) and "labels" in found:
-        return {name: value for name, value in found.items() if name != "labels"}, found["labels"]
+        x, y = {name: value for name, value in found.items() if name != "labels"}, found["labels"]
+        return to_inputs("batches: x", x), wide(to_inputs("batches: y", y))
     if isinstance(found, tuple | list) and len(found) == 2:
-        return found[0], found[1]
+        return to_inputs("batches: x", found[0]), wide(to_inputs("batches: y", found[1]))
     raise PrefedError(
         f'batches: should be pairs (x, y) or dicts with "labels", not {type(found).__name__}; from '
         f'other dicts make pairs: [(batch["img"], batch["label"]) for batch in trainloader]'

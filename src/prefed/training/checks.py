@@ -274,11 +274,17 @@ def check_sharing(algorithm: Algorithm, layout: Layout) -> None:
             f"{type(algorithm).__name__}: the client rule has a field {name!r}, which is the name "
             f"of something else that is sent or kept; give it another"
         )
+    derives = type(algorithm).derive is not Algorithm.derive
     for name, given in algorithm.sharing().items():
         if not isinstance(given, Policy):
             raise PrefedError(
                 f"{type(algorithm).__name__}.sharing: {name} is {shown(given)}; give a policy, as "
                 f"prefed.average(), prefed.keep() or prefed.reset()"
+            )
+        if given.kind == "derived" and not derives:
+            raise PrefedError(
+                f"{type(algorithm).__name__}.sharing: {name} is derived, and the algorithm has no "
+                f"`derive` that says from what"
             )
         if name not in fields and not name.endswith("_mass"):
             raise PrefedError(

@@ -72,7 +72,7 @@ class Task:
         if not isinstance(model, nn.Module):
             raise PrefedError(f"model: should be a torch.nn.Module, not {type(model).__name__}")
         _refuse_lazy(model)
-        model = copy.deepcopy(model, _frozen(base)).to(device)
+        model = _copied(model, base).to(device)
         freeze(model, frozen)
         pool_before_relu(model)
         if channels_last and device.type == "cpu" and memory_format.is_narrow(model):
@@ -263,6 +263,18 @@ class Task:
                 handle.remove()
             module.train(training)
         return total / 2
+
+
+def _copied(model: nn.Module, base: nn.Module | None) -> nn.Module:
+    if any(p.is_meta for p in model.parameters()):
+        raise PrefedError("model: it is on the device meta and has no values; make it on the CPU")
+    try:
+        return copy.deepcopy(model, _frozen(base))
+    except Exception as error:
+        raise PrefedError(
+            f"model: it cannot be copied ({type(error).__name__}: {error}); workers and results "
+            f"need copies, so leave out what copy.deepcopy cannot take"
+        ) from error
 
 
 def _frozen(model: nn.Module | None) -> dict[int, nn.Parameter]:

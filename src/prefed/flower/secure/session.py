@@ -58,7 +58,10 @@ class Session:
         neighbours   of each node; None is everybody
         """
         if len(numbers) < m.FEWEST:
-            raise TooFew(f"{len(numbers)} nodes are there; {m.FEWEST} are the fewest in a sum")
+            raise TooFew(
+                f"the clients of this round are on {len(numbers)} nodes; {m.FEWEST} are the fewest "
+                f"in a sum: ask more clients a round, or let there be more nodes"
+            )
         self.name, self.round = secrets.token_bytes(m.SESSION_BYTES), round
         self.around = neighbourhoods(sorted(numbers), neighbours)
         self.threshold = threshold(len(next(iter(self.around.values()))))
