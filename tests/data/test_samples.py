@@ -257,7 +257,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: prefed.FederatedData([Endless()]).client(0),
         "clients[0]: should be a pair (x, y) of arrays, or a data set with len()",
     ),
-    "no len": (lambda: prefed.FederatedData(iter([(X, Y)])), "or no clients by number; give a list"),
+    "no len": (lambda: prefed.FederatedData(iter([(X, Y)])), "no clients by number; give a list"),
     "columns": (
         lambda: prefed.FederatedData([hugging_face()], test=hugging_face()),
         "x: the samples have no column 'x', only 'features', 'label'; say which",

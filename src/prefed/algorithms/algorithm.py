@@ -3,7 +3,6 @@
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     NonNegativeFloat,
     PositiveFloat,
@@ -17,6 +16,7 @@ from torch import Tensor
 from prefed.algorithms.sharing import Policy
 from prefed.codecs import CodecName
 from prefed.core.errors import PrefedError, explain
+from prefed.core.option_models import Options
 from prefed.core.registry import Registry
 from prefed.core.schedule import Rate
 from prefed.rules import SGD, Fraction, Rule, State
@@ -30,7 +30,7 @@ LATER = (
 )  # fmt: skip
 
 
-class Algorithm(BaseModel):
+class Algorithm(Options):
     """The base of all algorithms, and by itself plain local SGD with averaging.
 
     A subclass declares its options as fields and overrides the choices that differ. Options are

@@ -51,11 +51,12 @@ class AmendedAMSGrad(Rule):
     alpha: float
     beta1: float
     beta2: float
-    tau: float
+    first: float
+    """The root of the first v_max."""
 
     def fields(self, layout: Layout) -> dict[str, Field]:
         d = (layout.size,)
-        v_max = Field(d, self.tau**2, nonnegative=True)
+        v_max = Field(d, self.first**2, nonnegative=True)
         return {"m": Field(d), "v": Field(d, nonnegative=True), "v_max": v_max, DIRECTION: Field(d)}
 
     def begin(self, w: Tensor, state: State) -> None:
@@ -70,4 +71,4 @@ class AmendedAMSGrad(Rule):
         w.add_(state[DIRECTION], alpha=-lr * (1 - self.alpha))
 
     def preconditioner(self) -> tuple[str, float]:
-        return "v_max", self.tau
+        return "v_max", self.first

@@ -36,7 +36,9 @@ def compare(
     from prefed.experiments.trackers import Tracking
     from prefed.report import write_report
 
-    names = split_names(algorithms) if algorithms else algorithms_of(config)
+    names = algorithms_of(config) if algorithms is None else split_names(algorithms)
+    if not names:
+        raise typer.BadParameter("--algorithms: names none; leave it out for all that are tuned")
     folder = out or new_out("compare", config)
     planned = plan_comparison(config, names, seeds, set, folder)
     for plan in () if quiet else planned[: len(names)]:

@@ -50,6 +50,10 @@ def sweep(
     from prefed.report import write_report
 
     space = Space(dict(map(_list, grid)), dict(map(_range, range)))
+    if "seed" in {*space.lists, *space.ranges}:
+        raise PrefedError("--grid: a seed is nothing to tune; --seeds N gives each point N of them")
+    if both := {*space.lists} & {*space.ranges}:
+        raise PrefedError(f"{min(both)}: is in --grid and in --range; take one of them")
     if not (space.lists or space.ranges):
         raise PrefedError("--grid: give at least one key with values, as client_lr=0.01,0.1")
     suggest: Suggest

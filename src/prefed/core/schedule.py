@@ -11,7 +11,6 @@ from statistics import fmean
 from typing import Annotated, Any, Literal, Self, SupportsFloat
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Discriminator,
@@ -27,6 +26,7 @@ from pydantic import (
 )
 
 from prefed.core.errors import PrefedError
+from prefed.core.option_models import Options
 from prefed.core.registry import Registry
 
 Function = Callable[[int], float]
@@ -34,7 +34,7 @@ FUNCTIONS: Registry[Function] = Registry("schedule", "prefed.core")
 """Holds none: it finds those of the user's own, "module:function"."""
 
 
-class _Schedule(BaseModel):
+class _Schedule(Options):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )

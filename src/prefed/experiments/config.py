@@ -136,7 +136,7 @@ def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
     if not isinstance(tuned, dict) or not all(isinstance(t, dict) for t in tuned.values()):
         raise PrefedError("tuned: should hold tables, one for each algorithm")
     if isinstance(algorithm, dict) and isinstance(algorithm.get("name"), str):
-        table["algorithm"] = {**_tuned(tuned, algorithm["name"]), **algorithm}
+        table["algorithm"] = {**tuned_for(tuned, algorithm["name"]), **algorithm}
     known = _algorithm_options(table)
     errors: list[str] = []
     for key, value in filter(None, bare):
@@ -145,7 +145,11 @@ def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
             assign(table["algorithm"], path, value, key)
         elif known is not None or "algorithm" not in table:
             names = {*Config.model_fields, *(known or ())}
-            errors.append(f"{key}: unknown option{did_you_mean(path[0], names)}")
+            has = [n for n in ALGORITHMS.names() if path[0] in ALGORITHMS.get(n).model_fields]
+            told = did_you_mean(path[0], names)
+            if known is not None and has:
+                told = f" of {table['algorithm']['name']}; {', '.join(has)} have one of that name"
+            errors.append(f"{key}: unknown option{told}")
     _fill_schedules(table)
     config = None
     try:
@@ -190,7 +194,7 @@ def algorithms_of(source: str) -> list[str]:
     return names
 
 
-def _tuned(tuned: dict[str, Any], name: str) -> dict[str, Any]:
+def tuned_for(tuned: dict[str, Any], name: str) -> dict[str, Any]:
     """The options for this algorithm, or for the nearest that it is a kind of: FedAvg's for
     FedNova."""
     try:
@@ -204,7 +208,7 @@ def _tuned(tuned: dict[str, Any], name: str) -> dict[str, Any]:
 
 def tuned_options(source: str, config: Config) -> dict[str, Any]:
     """The options of the config's algorithm that are what `source` has tuned for it."""
-    tuned = _tuned(read(source).get("tuned", {}), config.algorithm.name)
+    tuned = tuned_for(read(source).get("tuned", {}), config.algorithm.name)
     chosen = config.algorithm.options
     return {name: value for name, value in tuned.items() if chosen.get(name) == value}
 

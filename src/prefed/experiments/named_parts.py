@@ -1,5 +1,6 @@
 """Parts of a config that have a name and options, and whether these are right."""
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -82,7 +83,8 @@ def wrong_parts(table: dict[str, Any]) -> list[str]:
         except ValidationError as error:
             errors += explain(error, model, prefix=".".join(path) + ".")
         except PrefedError as error:  # an algorithm says itself what is wrong with its options
-            errors += [f"algorithm.{line.partition('.')[2]}" for line in str(error).splitlines()]
+            own = rf"^{model.__name__}\b"
+            errors += [re.sub(own, "algorithm", line) for line in str(error).splitlines()]
     return errors
 
 

@@ -19,6 +19,8 @@ momentum = "reset"
 """
 
 import copy
+import json
+from collections import Counter
 from itertools import product
 from typing import Annotated, Any, Literal
 
@@ -90,6 +92,10 @@ class Study(BaseModel):
 
     @model_validator(mode="after")
     def _is_fair(self) -> "Study":
+        for name in self.grid:
+            found = [json.dumps(point, sort_keys=True) for point in self.points(name)]
+            if twice := [point for point, times in Counter(found).items() if times > 1]:
+                raise ValueError(f"grid.{name}: has the point {twice[0]} more than once")
         sizes = {name: len(self.points(name)) for name in self.grid}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"grid: every algorithm needs the same number of points, not {sizes}")

@@ -22,7 +22,7 @@ import tomli_w
 from prefed.core.deprecated import with_new_names
 from prefed.core.errors import PrefedError, RunFailed, did_you_mean
 from prefed.core.safe_files import lock, read_whole, write_whole
-from prefed.experiments.config import Config, load
+from prefed.experiments.config import Config, load, tuned_for
 from prefed.experiments.jobs import Job, Many, run_jobs
 from prefed.experiments.measures import ACCURACY, LAST, first_scored, measure, merit
 from prefed.experiments.plans import OnEvent, Planned, run_all
@@ -155,7 +155,7 @@ class StudyRuns:
         known = read_config(self.study.config).get("tuned", {})
         for name, point in self.best().items():
             lines.append(f"[tuned.{name}]\n")
-            for option, value in merged(known.get(name, {}), point).items():
+            for option, value in merged(tuned_for(known, name), point).items():
                 lines.append(f"{option} = {_toml(value)}\n")
             if edges := ", ".join(self.on_edge(name, point)):
                 lines.append(f"# at the edge of the grid: {edges}\n")

@@ -41,13 +41,16 @@ class Space:
         ]
 
     def random(self, points: int) -> list[Point]:
-        generator, drawn = np.random.default_rng(0), []
-        for _ in range(points):
+        """Each once: of lists alone there are no more than their grid has."""
+        generator, drawn = np.random.default_rng(0), list[Point]()
+        most = points if self.ranges else min(points, len({*map(str, self.grid())}))
+        while len(drawn) < most:
             point = {k: v[int(generator.integers(len(v)))] for k, v in self.lists.items()}
             for key, (low, high) in self.ranges.items():
                 value = math.exp(generator.uniform(math.log(low), math.log(high)))
                 point[key] = f"{value:.6g}"
-            drawn.append(point)
+            if point not in drawn:
+                drawn.append(point)
         return drawn
 
 

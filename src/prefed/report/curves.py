@@ -152,7 +152,16 @@ def participation(run: StoredRun) -> list[float]:
         if not record.get("skipped"):
             absent = {*(record.get("dropped") or ()), *(record.get("left_out") or ())}
             counts.update(client for client in record.get("cohort") or () if client not in absent)
-    return [float(count) for count in counts.values()]
+    return [float(counts[client]) for client in {*range(_clients(run)), *counts}]
+
+
+def _clients(run: StoredRun) -> int:
+    """How many there are, as far as the config says."""
+    data = run.config.get("data")
+    data = data if isinstance(data, dict) else {}
+    split = data.get("split")
+    found = data.get("clients", split.get("clients") if isinstance(split, dict) else None)
+    return found if isinstance(found, int) else 0
 
 
 def _last(run: StoredRun, key: str) -> list[float]:

@@ -191,11 +191,20 @@ def _columns_in_time(rows: list[Row]) -> Iterator[tuple[str, list[str]]]:
         if any(key in reached for reached in found):
             target = next(reached["accuracy"] for reached in found if reached)
             values = [reached.get(key) for reached in found]
-            cells = ["-" if value is None else text(value) for value in values]
+            cells = [
+                "-" if value is None else text(value) + _share(row)
+                for value, row in zip(values, rows, strict=True)
+            ]
             yield f"{name} to {target:.0%}", cells
     if any("seconds_virtual" in row for row in rows):
         ends = [row.get("seconds_virtual") for row in rows]
         yield "virtual time", ["-" if end is None else duration(end) for end in ends]
+
+
+def _share(row: Row) -> str:
+    """Of the seeds that have reached the target, where some have not."""
+    runs, seeds = row["to_target"]["runs"], len(row["values"])
+    return f" ({runs}/{seeds})" if runs < seeds else ""
 
 
 def markdown(head: list[str], lines: list[list[str]]) -> str:

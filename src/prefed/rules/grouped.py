@@ -123,7 +123,8 @@ def unscaled(groups: Groups, layout: Layout, change: Tensor, first: int = 0) -> 
 
 @dataclass(frozen=True)
 class Grouped(Wrapped):
-    """A client rule with the decays and groups of an algorithm.
+    """A client rule with the decoupled decay and the groups of an algorithm. Weight decay that is
+    part of the gradient is added before (training/block.py).
 
     rule     as it is without groups, fused or not
     plain    the same for taus of groups: its lines for each run of neighbours with the same tau
@@ -132,7 +133,6 @@ class Grouped(Wrapped):
     groups: Groups
     layout: Layout
     plain: Rule
-    weight_decay: float
     decoupled: float
 
     START = "group_start"
@@ -172,8 +172,6 @@ class Grouped(Wrapped):
         self.inner.begin(w, state)
 
     def apply(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
-        if self.has("weight_decay", self.weight_decay):
-            g.addcmul_(w, self.vector("weight_decay", self.weight_decay, w))
         before = w.clone() if self.scales else w
         if self.has("decoupled_weight_decay", self.decoupled):
             decay = self.vector("decoupled_weight_decay", self.decoupled, w)

@@ -13,6 +13,7 @@ from prefed.core.errors import PrefedError
 from prefed.core.layout import Layout
 from prefed.core.parts import timed
 from prefed.rules import Field, Rule, State
+from prefed.rules.grouped import by_coordinate
 from prefed.rules.rule import OTHER, Other
 
 
@@ -23,6 +24,7 @@ class Point(Protocol):
     """(C, d)"""
     gradient: Tensor
     """(C, d)"""
+    layout: Layout
 
     def cohort_mean(self, rows: Tensor) -> Tensor:
         """The weighted mean of (C, d) over the whole cohort, for rules in lockstep."""
@@ -94,7 +96,7 @@ class Block(ABC):
                 if (kind := rule.other(k)) is not None:
                     state[OTHER] = self.other_gradient(kind, k)[:clients]
                     if kind == "whole":
-                        limit(algorithm, point.weights, state[OTHER])
+                        limit(algorithm, self.layout, point.weights, state[OTHER])
                 found = self.differentiate(k)
                 losses[:clients] += found[:clients]
                 timed_step(algorithm, rule, point, state, lr, k)
@@ -108,6 +110,7 @@ class FirstRows:
 
     def __init__(self, block: Block, clients: int) -> None:
         self.weights, self.gradient = block.weights[:clients], block.gradient[:clients]
+        self.layout = block.layout
 
     def cohort_mean(self, rows: Tensor) -> Tensor:
         raise PrefedError("clients that meet in every step take equally many")
@@ -118,7 +121,7 @@ def local_step(
 ) -> None:
     """Step k of the client rule, with the gradient at that point."""
     w, g = point.weights, point.gradient
-    limit(algorithm, w, g)
+    limit(algorithm, point.layout, w, g)
     if rule.lockstep:
         state["mean"] = point.cohort_mean(g)
     rule.apply(w, g, state, lr, k)
@@ -128,10 +131,13 @@ timed_step = timed("rule")(local_step)
 """The same where nothing is compiled: a compiler cannot see through who is told."""
 
 
-def limit(algorithm: Algorithm, w: Tensor, g: Tensor) -> None:
+def limit(algorithm: Algorithm, layout: Layout, w: Tensor, g: Tensor) -> None:
     """Clip a gradient, and add weight decay to it, in place."""
+    groups, decay = algorithm.groups, algorithm.weight_decay
     if algorithm.clip_norm is not None:
         norm = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
         g.mul_((algorithm.clip_norm / norm).clamp_(max=1))
-    if algorithm.weight_decay and not algorithm.groups:  # these have their own
-        g.add_(w, alpha=algorithm.weight_decay)
+    if groups and (decay or any(group.weight_decay for group in groups)):
+        g.addcmul_(w, by_coordinate(groups, layout, "weight_decay", decay, w.dtype, w.device))
+    elif decay:
+        g.add_(w, alpha=decay)

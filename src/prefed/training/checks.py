@@ -222,6 +222,15 @@ def check_parts(algorithm: Algorithm, flat: FlatModel) -> None:
     for option, patterns in (rule.patterns() | algorithm.server_rule().patterns()).items():
         for pattern in patterns:
             named(f"{type(algorithm).__name__}.{option}", pattern, names)
+    derived = any(
+        given.kind == "derived" for given in policies(algorithm, rule.fields(flat.layout)).values()
+    )
+    mixed = type(algorithm).before_mean is not Algorithm.before_mean
+    if (derived or mixed) and any(group.tau is not None for group in algorithm.groups):
+        raise PrefedError(
+            f"groups: {type(algorithm).__name__} needs tau on the server as well, and there it is "
+            f"one number; leave tau out of groups"
+        )
     if algorithm.state_dtype != "weights":
         check_halved(rule, flat.layout)
         if any(group.tau is not None for group in algorithm.groups):

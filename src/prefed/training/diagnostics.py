@@ -8,6 +8,7 @@ from torch import Tensor
 from prefed.algorithms import Algorithm
 from prefed.core.parts import timed
 from prefed.core.schedule import at
+from prefed.rules.grouped import by_coordinate
 from prefed.training.server_state import Server
 
 SAMPLE = 100_000
@@ -22,7 +23,8 @@ class CollapseWarning(UserWarning):
 @timed("diagnostics")
 def diagnose(algorithm: Algorithm, server: Server, round: int) -> dict[str, float]:
     """For adaptive rules: the share of coordinates with sqrt(P) > tau, and the median of
-    lr / (sqrt(P) + tau). Empty for others."""
+    lr / (sqrt(P) + tau), or with tau inside of the root where the rule has it there. Empty for
+    others."""
     sides = (
         (algorithm.server_rule(), server.optimiser, algorithm.server_lr),
         (algorithm.client_rule(), server.shared, algorithm.client_lr),
@@ -33,10 +35,16 @@ def diagnose(algorithm: Algorithm, server: Server, round: int) -> dict[str, floa
             rule, P = rule.fit(server.layout), state[found[0]]
             gathered = state.get(f"{found[0]}_mass")
             mass = 1.0 if gathered is None else float(gathered) or 1.0
-            tau, root = rule.damping(P, mass), (_sample(rule.diagonal(P)) / mass).sqrt()
+            root = (_sample(rule.diagonal(P)) / mass).sqrt().double()
+            tau: Tensor | float = rule.damping(P, mass)
+            if state is server.shared and any(group.tau for group in algorithm.groups):
+                own = algorithm.groups, server.layout, "tau", float(tau)
+                tau = _sample(by_coordinate(*own, root.dtype, root.device))
+            inside = getattr(rule, "tau_inside", False)
+            damped = (root.square() + tau**2).sqrt() if inside else root + tau
             return {
                 "adaptive_share": float((root > tau).double().mean()),
-                "median_step": at(rate, round) / (float(root.median()) + tau),
+                "median_step": at(rate, round) / float(damped.median()),
             }
     return {}
 

@@ -43,12 +43,15 @@ SQUARE = "square"
 """Among the values of a mean: the squared norm of each client's change of the weights."""
 
 
-def spread(mean: State, is_plain: bool = True) -> Record:
+def spread(algorithm: Algorithm, mean: State, is_plain: bool = True) -> Record:
     """Of the clients' changes of the weights: the norm of their mean, and how far they drift apart:
     the root mean square of their distances to it, relative to that norm; not of a mean that is not
     plain. Takes the mean of their squared norms out of `mean`."""
-    norm, square = float(torch.linalg.vector_norm(mean["weights"])), float(mean.pop(SQUARE))
-    square = square if is_plain else math.nan
+    square, change = float(mean.pop(SQUARE)), mean["weights"]
+    if type(algorithm).before_mean is not Algorithm.before_mean:
+        copied = {name: value.clone() for name, value in mean.items()}
+        change, is_plain = algorithm.after_mean(copied)["weights"], False
+    norm, square = float(torch.linalg.vector_norm(change)), square if is_plain else math.nan
     drift = math.sqrt(max(square - norm**2, 0.0)) / norm if math.isfinite(square) and norm else None
     return {"update_norm": norm, "drift": drift}
 
@@ -209,7 +212,7 @@ class LocalTrainer(Trainer):
         """What arrived, from what this process has."""
         values, loss = mean.result()
         self.lent = [*values.values()]
-        record = spread(values, self.means.weights.rule.is_plain)
+        record = spread(self.algorithm, values, self.means.weights.rule.is_plain)
         return Arrived(values, loss, clients, kept, record)
 
     def _result(self, mean: Mean, like: State) -> tuple[State, float]:

@@ -210,7 +210,7 @@ class RankTrainer(LocalTrainer):
         self, server: Server, mean: Mean, clients: int, kept: dict[int, State]
     ) -> Arrived:
         values, loss = mean_of_all(mean, self._like(server))
-        record = spread(values, self.means.weights.rule.is_plain)
+        record = spread(self.algorithm, values, self.means.weights.rule.is_plain)
         return Arrived(values, loss, clients, kept_of_all(kept, self.first_kept), record)
 
     def _result(self, mean: Mean, like: State) -> tuple[State, float]:

@@ -93,8 +93,8 @@ def client_rule(algorithm: Algorithm, server: Server, block: Block) -> Rule:
     halved = algorithm.state_dtype != "weights"
     rule = Halved(plain(), draw) if halved else block.rule(algorithm)
     if algorithm.groups:
-        decays = algorithm.weight_decay, algorithm.decoupled_weight_decay
-        rule = Grouped(rule, algorithm.groups, block.layout, plain(), *decays)
+        decay = algorithm.decoupled_weight_decay
+        rule = Grouped(rule, algorithm.groups, block.layout, plain(), decay)
     elif algorithm.decoupled_weight_decay:
         rule = Decayed(rule, algorithm.decoupled_weight_decay)
     rule = algorithm.in_turns(rule, server.layout.size)

@@ -6,7 +6,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Discriminator,
@@ -21,6 +20,7 @@ from pydantic import (
 
 from prefed.core.deprecated import with_new_names
 from prefed.core.machine import usable_threads
+from prefed.core.option_models import Options
 from prefed.core.plain import plain
 from prefed.training import metrics
 from prefed.training.asynchronous import Asynchronous
@@ -44,7 +44,7 @@ def _named(device: Any) -> Any:
     return str(device) if isinstance(device, torch.device) else device
 
 
-class Settings(BaseModel):
+class Settings(Options):
     """The settings of a run, each stated once: `prefed.simulate`, configs and the command line
     take them from here."""
 
@@ -160,15 +160,6 @@ class Settings(BaseModel):
     @classmethod
     def _with_new_names(cls, table: Any) -> Any:
         return with_new_names(table, cls.RENAMED)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _true_is_no_number(cls, table: Any) -> Any:
-        for name, value in table.items() if isinstance(table, Mapping) else ():
-            field = cls.model_fields.get(name)
-            if isinstance(value, bool) and field and "bool" not in repr(field.annotation):
-                raise ValueError(f"{name}: should not be true or false")
-        return table
 
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> Self:

@@ -42,6 +42,7 @@ class CompiledPoint:
     weights: Tensor
     gradient: Tensor
     shares: Tensor
+    layout: Layout
 
     def cohort_mean(self, rows: Tensor) -> Tensor:
         return self.shares @ rows
@@ -133,7 +134,7 @@ def _make(gradients: Gradients, layout: Layout) -> Callable[..., tuple[Tensor, T
         for k, (x, y, keys) in zip(numbers, steps, strict=True):
             found, of_step = gradients(cut(layout, weights), buffers, x, y, keys)
             losses = losses + of_step
-            point = CompiledPoint(weights, join(layout, found), shares)
+            point = CompiledPoint(weights, join(layout, found), shares, layout)
             with TensorRates():  # a number that is not looked at makes no graph of its own
                 local_step(algorithm, rule, point, state, lr, k)
         return losses, point.gradient  # kept, or torch's compiler fails where a norm is taken of it
