@@ -67,7 +67,7 @@ COMMANDS = {
         "deploy digits-iid --set clients_per_round=2 --local 3 --secure-aggregation",
         "a sum needs clients on three nodes or more",
     ),
-    "true for a step size": ("validate digits-iid --set client_lr=true", "client_lr: should not be"),
+    "true for a step size": ("validate digits-iid --set client_lr=true", "client_lr: should not"),
     "true for clients": (
         "validate digits-iid --set data.split.clients=true",
         "data.split: clients: should not be true or false",
@@ -77,7 +77,6 @@ COMMANDS = {
         "sweep digits-iid --random 2 --grid client_lr=0.1,0.2 --range client_lr=1e-3:1",
         "client_lr: is in --grid and in --range",
     ),
-    "no algorithm": ("compare digits-iid --algorithms ,", "--algorithms: names none"),
     "another one's option": (
         "compare digits-iid --algorithms fedavg,prefed --set tau=0.1",
         "tau: unknown option of fedavg; ",

@@ -16,8 +16,8 @@ class Directed(Algorithm):
 
     in the units of a gradient, so that it is right when the step size changes. It comes down with
     the weights and never goes up; before the first round it is zero. Where clients take unequally
-    many steps (local_epochs), K is their mean. With `align` beside it, what clients moved by together
-    is taken off the change first, and eta_t is the step size of the rule's own part.
+    many steps (local_epochs), K is their mean. With `align` beside it, what clients moved by
+    together is taken off the change first, and eta_t is the step size of the rule's own part.
 
     `align` is the same in the units of weights, beside any rule: with a step size that stands still
     and equally many steps there is no difference.

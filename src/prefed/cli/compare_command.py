@@ -37,8 +37,6 @@ def compare(
     from prefed.report import write_report
 
     names = algorithms_of(config) if algorithms is None else split_names(algorithms)
-    if not names:
-        raise typer.BadParameter("--algorithms: names none; leave it out for all that are tuned")
     folder = out or new_out("compare", config)
     planned = plan_comparison(config, names, seeds, set, folder)
     for plan in () if quiet else planned[: len(names)]:

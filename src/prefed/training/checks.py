@@ -1,6 +1,8 @@
 """What is looked at before the first round: whether settings fit the data, and whether an
 algorithm's rules, its sharing policy and its options can work with the model."""
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -14,7 +16,7 @@ from prefed.core.machine import torch_threads
 from prefed.core.patterns import named
 from prefed.core.schedule import Warmup, at
 from prefed.data import FederatedData
-from prefed.rules import Rule
+from prefed.rules import Rule, State
 from prefed.rules.grouped import check_groups
 from prefed.rules.halved import check_halved
 from prefed.rules.rule import BLOCK, OTHER
@@ -28,6 +30,7 @@ from prefed.training.server_state import (
     LOST,
     PERSONAL,
     STEPS,
+    Server,
     policies,
     policy,
 )
@@ -97,6 +100,7 @@ def check_task(algorithm: Algorithm, task: Task, data: FederatedData, settings: 
         try_out(task, data)
         check_single_samples(task, settings, data)
         check_sharing(algorithm, flat.shared)
+        check_means(algorithm, flat)
         check_parts(algorithm, flat)
         check_other(algorithm, task, data)
         check_in_place(algorithm, flat, settings.steps(len(data.client(0))))
@@ -267,6 +271,37 @@ def _check_personal(algorithm: Algorithm, flat: FlatModel) -> None:
                 f"and those that stay have seen other steps than those that are averaged; set "
                 f"bias_correction=False where there is such an option, or take another algorithm"
             )
+
+
+def check_means(algorithm: Algorithm, flat: FlatModel) -> None:
+    """Try what an algorithm of one's own does before, after and with the mean."""
+    if type(algorithm).__module__.startswith("prefed."):
+        return
+    size = flat.shared.size
+    server = Server.start(algorithm, flat.shared, flat.weights[:size], flat.read_buffers())
+    sent = {name: torch.zeros_like(value) for name, value in server.values(algorithm).items()}
+    steps = torch.ones(1, dtype=torch.float64)
+    mean = _with_weights(algorithm, "before_mean", {**sent, LOCAL_STEPS: steps}, (size,))
+    mean = {name: value.clone() for name, value in mean.items()}
+    mean = _with_weights(algorithm, "after_mean", mean, (size,))
+    found = algorithm.pseudo_gradient(mean["weights"], 1)
+    if not isinstance(found, Tensor) or found.shape != (size,):
+        _wrong(algorithm, "pseudo_gradient", f"should return a vector of {size} numbers", found)
+
+
+def _with_weights(algorithm: Algorithm, name: str, values: State, shape: tuple[int, ...]) -> State:
+    """What a method makes of the values, among which the change of the weights has to be."""
+    found: State = getattr(algorithm, name)(values)
+    if not isinstance(found, dict) or not isinstance(found.get("weights"), Tensor):
+        _wrong(algorithm, name, 'should return a dict of tensors with "weights"', found)
+    if found["weights"].shape != shape:
+        _wrong(algorithm, name, f"its weights should be {list(shape)}", found["weights"])
+    return found
+
+
+def _wrong(algorithm: Algorithm, name: str, what: str, found: object) -> NoReturn:
+    shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    raise PrefedError(f"{type(algorithm).__name__}.{name}: {what}, not {shape}")
 
 
 def check_sharing(algorithm: Algorithm, layout: Layout) -> None:

@@ -113,7 +113,13 @@ def _noise(seed: int, name: str, server: Server, clients: Sequence[int]) -> draw
 def _decode(algorithm: Algorithm, server: Server, name: str, parts: Parts) -> Tensor:
     way, like = codec_of(algorithm, name), server.values(algorithm)[name]
     _check(name, parts, way, server.layout, like)
-    return way.decode(parts, server.layout, like)
+    found = way.decode(parts, server.layout, like)
+    if found.shape[1:] != like.shape:
+        raise PrefedError(
+            f"{type(way).__name__}.decode: gives {list(found.shape)} for rows of {name}, which are "
+            f"of the shape {list(like.shape)}"
+        )
+    return found
 
 
 def _check(name: str, parts: Parts, way: Codec, layout: Layout, like: Tensor) -> None:
