@@ -185,38 +185,6 @@ class Normed(prefed.Rule):
         w.sub_(g / norm, alpha=lr)
 
 
-class Averaging(prefed.FedAvg):
-    how: str = ""
-
-    def before_mean(self, values: Any) -> Any:
-        made = {"short": values | {"weights": values["weights"][..., :1]}, "nothing": None}
-        return made.get(self.how, values)
-
-    def after_mean(self, mean: Any) -> Any:
-        return {} if self.how == "lost" else mean
-
-    def pseudo_gradient(self, delta: Tensor, local_steps: float) -> Any:
-        return -delta.sum() if self.how == "one" else -delta
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("", ""),
-        ("short", r"before_mean: its weights should be \[15\], not \[1\]"),
-        ("nothing", "before_mean: should return a dict of tensors"),
-        ("lost", "after_mean: should return a dict of tensors"),
-        ("one", "pseudo_gradient: should return a vector of 15 numbers"),
-    ],
-)
-def test_means_of_ones_own(how: str, words: str) -> None:
-    if not words:
-        run(algorithm=Averaging(client_lr=0.1))
-        return
-    with pytest.raises(prefed.PrefedError, match=words):
-        run(algorithm=Averaging(client_lr=0.1, how=how))
-
-
 @pytest.mark.parametrize(
     ("rule", "policies", "words"),
     [

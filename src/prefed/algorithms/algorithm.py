@@ -151,6 +151,16 @@ class Algorithm(Options):
         """How much of the client rule's own step a client takes."""
         return 1 - self.align if self.align_form == "mixed" else 1.0
 
+    @property
+    def mixes(self) -> bool:
+        """`before_mean` makes something else of the weights' change, and `after_mean` undoes it."""
+        return False
+
+    @property
+    def needs_one_tau(self) -> bool:
+        """tau counts outside of the client's own step as well, for all coordinates alike."""
+        return False
+
     def in_turns(self, rule: Rule, shared: int) -> Rule:
         """The client rule for weights whose first `shared` numbers go to the server, if these and
         the personal ones are to move in turns."""

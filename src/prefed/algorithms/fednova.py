@@ -18,6 +18,10 @@ class FedNova(FedAvg):
     momentum gives to the gradients. With equally many steps it is FedAvg.
     """
 
+    @property
+    def mixes(self) -> bool:
+        return True
+
     def gradients(self, steps: Tensor) -> Tensor:
         """How often a gradient of length one is in the change after so many steps."""
         rho = self.client_momentum

@@ -36,6 +36,14 @@ class FedPM(PreFed):
             raise ValueError(f'shape="{self.shape}": clients are mixed by "diagonal" or "full"')
         return self
 
+    @property
+    def mixes(self) -> bool:
+        return True
+
+    @property
+    def needs_one_tau(self) -> bool:
+        return True
+
     def before_mean(self, values: State) -> State:
         return mix(values, self.root(values))
 

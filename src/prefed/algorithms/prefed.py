@@ -66,6 +66,10 @@ class PreFed(Preconditioned):
             raise ValueError(f"m_codec={self.m_codec}: m has both signs; take int8 or bfloat16")
         return self
 
+    @property
+    def needs_one_tau(self) -> bool:
+        return "derived" in (self.momentum, self.P)
+
     def client_rule(self) -> Rule:
         if self.P == "derived":
             betas = self.beta1, self.beta2

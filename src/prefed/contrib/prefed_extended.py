@@ -35,6 +35,14 @@ class PreFedExtended(PreFed):
         found = super().sharing()
         return found | {n: found[n].in_rounds(self.P_every) for n in ("P", "P_mass")}
 
+    @property
+    def mixes(self) -> bool:
+        return self.aggregate == "sqrtP"
+
+    @property
+    def needs_one_tau(self) -> bool:
+        return self.mixes or super().needs_one_tau
+
     def before_mean(self, values: State) -> State:
         if self.aggregate == "mean" or "P" not in values:
             return values

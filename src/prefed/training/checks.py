@@ -1,8 +1,6 @@
 """What is looked at before the first round: whether settings fit the data, and whether an
 algorithm's rules, its sharing policy and its options can work with the model."""
 
-from typing import NoReturn
-
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -16,7 +14,7 @@ from prefed.core.machine import torch_threads
 from prefed.core.patterns import named
 from prefed.core.schedule import Warmup, at
 from prefed.data import FederatedData
-from prefed.rules import Rule, State
+from prefed.rules import Rule
 from prefed.rules.grouped import check_groups
 from prefed.rules.halved import check_halved
 from prefed.rules.rule import BLOCK, OTHER
@@ -30,7 +28,6 @@ from prefed.training.server_state import (
     LOST,
     PERSONAL,
     STEPS,
-    Server,
     policies,
     policy,
 )
@@ -100,7 +97,6 @@ def check_task(algorithm: Algorithm, task: Task, data: FederatedData, settings: 
         try_out(task, data)
         check_single_samples(task, settings, data)
         check_sharing(algorithm, flat.shared)
-        check_means(algorithm, flat)
         check_parts(algorithm, flat)
         check_other(algorithm, task, data)
         check_in_place(algorithm, flat, settings.steps(len(data.client(0))))
@@ -226,11 +222,7 @@ def check_parts(algorithm: Algorithm, flat: FlatModel) -> None:
     for option, patterns in (rule.patterns() | algorithm.server_rule().patterns()).items():
         for pattern in patterns:
             named(f"{type(algorithm).__name__}.{option}", pattern, names)
-    derived = any(
-        given.kind == "derived" for given in policies(algorithm, rule.fields(flat.layout)).values()
-    )
-    mixed = type(algorithm).before_mean is not Algorithm.before_mean
-    if (derived or mixed) and any(group.tau is not None for group in algorithm.groups):
+    if algorithm.needs_one_tau and any(group.tau is not None for group in algorithm.groups):
         raise PrefedError(
             f"groups: {type(algorithm).__name__} needs tau on the server as well, and there it is "
             f"one number; leave tau out of groups"
@@ -273,37 +265,6 @@ def _check_personal(algorithm: Algorithm, flat: FlatModel) -> None:
             )
 
 
-def check_means(algorithm: Algorithm, flat: FlatModel) -> None:
-    """Try what an algorithm of one's own does before, after and with the mean."""
-    if type(algorithm).__module__.startswith("prefed."):
-        return
-    size = flat.shared.size
-    server = Server.start(algorithm, flat.shared, flat.weights[:size], flat.read_buffers())
-    sent = {name: torch.zeros_like(value) for name, value in server.values(algorithm).items()}
-    steps = torch.ones(1, dtype=torch.float64)
-    mean = _with_weights(algorithm, "before_mean", {**sent, LOCAL_STEPS: steps}, (size,))
-    mean = {name: value.clone() for name, value in mean.items()}
-    mean = _with_weights(algorithm, "after_mean", mean, (size,))
-    found = algorithm.pseudo_gradient(mean["weights"], 1)
-    if not isinstance(found, Tensor) or found.shape != (size,):
-        _wrong(algorithm, "pseudo_gradient", f"should return a vector of {size} numbers", found)
-
-
-def _with_weights(algorithm: Algorithm, name: str, values: State, shape: tuple[int, ...]) -> State:
-    """What a method makes of the values, among which the change of the weights has to be."""
-    found: State = getattr(algorithm, name)(values)
-    if not isinstance(found, dict) or not isinstance(found.get("weights"), Tensor):
-        _wrong(algorithm, name, 'should return a dict of tensors with "weights"', found)
-    if found["weights"].shape != shape:
-        _wrong(algorithm, name, f"its weights should be {list(shape)}", found["weights"])
-    return found
-
-
-def _wrong(algorithm: Algorithm, name: str, what: str, found: object) -> NoReturn:
-    shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-    raise PrefedError(f"{type(algorithm).__name__}.{name}: {what}, not {shape}")
-
-
 def check_sharing(algorithm: Algorithm, layout: Layout) -> None:
     """Build both rules and compare the sharing policy with the fields they have."""
     fields = algorithm.client_rule().fields(layout)
@@ -318,7 +279,8 @@ def check_sharing(algorithm: Algorithm, layout: Layout) -> None:
             f"{type(algorithm).__name__}: the client rule has a field {name!r}, which is the name "
             f"of something else that is sent or kept; give it another"
         )
-    derives = type(algorithm).derive is not Algorithm.derive
+    kind = type(algorithm)
+    derives = kind.derive is not Algorithm.derive or kind.after_mean is not Algorithm.after_mean
     for name, given in algorithm.sharing().items():
         if not isinstance(given, Policy):
             raise PrefedError(

@@ -48,7 +48,7 @@ def spread(algorithm: Algorithm, mean: State, is_plain: bool = True) -> Record:
     the root mean square of their distances to it, relative to that norm; not of a mean that is not
     plain. Takes the mean of their squared norms out of `mean`."""
     square, change = float(mean.pop(SQUARE)), mean["weights"]
-    if type(algorithm).before_mean is not Algorithm.before_mean:
+    if algorithm.mixes:
         copied = {name: value.clone() for name, value in mean.items()}
         change, is_plain = algorithm.after_mean(copied)["weights"], False
     norm, square = float(torch.linalg.vector_norm(change)), square if is_plain else math.nan
