@@ -36,9 +36,8 @@ def try_out(task: Task, data: FederatedData) -> None:
     if len(y) == 0:
         raise PrefedError("clients[0]: it has no samples")
     x, y = batch.padded(x), batch.padded(y)
-    if _changes_its_input(task, x):
-        task.transform = _of_copies(task.transform)
-    fed = _transformed(task, x)
+    own = batch.mapped(Tensor.clone, x)
+    fed = _transformed(task, own)
     _try_augment(data, x)
     dtype = task.flat.weights.dtype
     for given in {leaf.dtype for leaf in leaves(fed)} - {dtype}:
@@ -53,6 +52,8 @@ def try_out(task: Task, data: FederatedData) -> None:
             output = tensor_of(
                 batch.call(task.flat.module.eval(), batch.moved(fed, task.device))
             ).detach()
+        if any(leaf._version for leaf in leaves(own)):  # data are read again, and must not change
+            task.transform = _of_copies(task.transform)
         task.numbers_out = max(1, output.numel() // len(y))
         task.pooled = pooling.largest // len(y) if task.precision == "float32" else 0
         _check_targets(task, data, output)
@@ -74,17 +75,6 @@ def try_out(task: Task, data: FederatedData) -> None:
         raise PrefedError(f"model, loss: they do not fit the data: {error}{hint}") from error
     finally:
         task.flat.module.train(training)
-
-
-def _changes_its_input(task: Task, x: Inputs) -> bool:
-    """The transform or the model works in place: it would change the data, which are read again."""
-    given = batch.mapped(Tensor.clone, x)
-    training = task.flat.module.training
-    with torch.no_grad(), suppress(Exception):  # what else is wrong is told later
-        task.flat.module.eval()
-        task.forward(given)
-    task.flat.module.train(training)
-    return any(leaf._version for leaf in leaves(given))
 
 
 def _of_copies(transform: Transform | None) -> Transform:
