@@ -50,7 +50,7 @@ class Covariance(torch.optim.Optimizer):
         for name, parameter in zip(names, own, strict=True):
             for field, value in state_dict["state"].get(name, {}).items():
                 if field in MASSES:  # which torch has rounded to the type of the parameter
-                    self.state[parameter][field] = _mass(parameter).copy_(value)
+                    self.state[parameter][field] = new_mass(parameter).copy_(value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _check({**self.defaults, **param_group})
@@ -88,14 +88,14 @@ class Covariance(torch.optim.Optimizer):
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state |= {name: torch.zeros_like(parameter) for name in ("m", "P")}
-            state |= {name: _mass(parameter) for name in rule.masses()}
+            state |= {name: new_mass(parameter) for name in rule.masses()}
         if weight_decay:
             gradient = gradient.add(parameter, alpha=weight_decay)
         own = {name: _row(_local(value)) for name, value in state.items()}
         rule.step(_row(_local(parameter)), _row(_local(gradient)), own, lr, 0)
 
 
-def _mass(parameter: torch.Tensor) -> torch.Tensor:
+def new_mass(parameter: torch.Tensor) -> torch.Tensor:
     """A share that grows to 1, in float32 at least: bfloat16 would stand still far below."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     return torch.zeros(1, dtype=dtype, device=parameter.device)

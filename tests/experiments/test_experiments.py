@@ -321,3 +321,9 @@ def test_json_lines_have_no_nan() -> None:
     from prefed.core.safe_files import to_json
 
     assert json.loads(to_json({"a": math.nan, "b": 1.5})) == {"a": None, "b": 1.5}
+
+
+def test_random_points_are_drawn_once() -> None:
+    points = Space({"client_lr": ["0.1", "0.2"], "tau": ["1", "2", "2"]}, {}).random(9)
+    assert len(points) == 4 == len({*map(str, points)})
+    assert len(Space({"client_lr": ["0.1"]}, {"tau": (0.1, 1.0)}).random(5)) == 5

@@ -33,9 +33,10 @@ from prefed.experiments.stored_runs import (
     write_archive,
 )
 from prefed.experiments.study import merged, read
-from prefed.experiments.study_runs import StudyRuns
+from prefed.experiments.study_runs import StudyRuns, key
 from prefed.experiments.toml_files import studies
 from prefed.report.figures import to_bytes
+from prefed.report.study_results import _columns_in_time
 from tests.helpers import ROOT
 from tests.helpers.commands import prefed_here
 
@@ -311,6 +312,7 @@ def test_a_study_that_is_stopped_goes_on(
             {"grid": {"fedavg": {"client_lr": [1, 2]}, "prefed": {"tau": [1.0]}}},
             "same number of points",
         ),
+        ({"grid": {"fedavg": {"client_lr": [1, 1]}}}, "more than once"),
         ({"tuning": {"seeds": [1]}}, "seeds of the comparison"),
         ({"reference": "Prefed"}, 'did you mean "PreFed"'),
         ({"tuning": {"round": 1}}, "tuning.round: unknown option"),
@@ -504,3 +506,31 @@ def test_variants_have_curves_and_edges_are_under_the_table(
     edge = "Best at the edge of the grid, so perhaps better beyond it: FedAvg (client_lr = 0.3)."
     assert text == edge
     assert edge in (tmp_path / "out" / "small.md").read_text()
+
+
+def test_a_table_says_how_many_seeds_reached_the_target() -> None:
+    reached = {"accuracy": 0.2, "rounds": 6.0, "bytes_up": 1e6}
+    rows: list[dict[str, Any]] = [
+        {"values": {0: 0.3, 1: 0.3, 2: 0.1}, "to_target": reached | {"runs": 2}},
+        {"values": {0: 0.3, 1: 0.3, 2: 0.3}, "to_target": reached | {"runs": 3}},
+        {"values": {0: 0.1}, "to_target": {}},
+    ]
+    columns = dict(_columns_in_time(rows))
+    assert columns["rounds to 20%"] == ["6 (2/3)", "6", "-"]
+
+
+def test_tuned_options_are_those_that_runs_have(tmp_path: Path) -> None:
+    """FedNova's are FedAvg's, where a config has none of its own."""
+    grid = {"fednova": {"client_lr": [0.1, 0.5]}}
+    plan = tmp_path / "nova.toml"
+    table = {"title": "x", "config": "digits-noniid", "seeds": 1, "grid": grid}
+    plan.write_text(tomli_w.dumps(table))
+    _, study = read(str(plan))
+    runs = StudyRuns(study, tmp_path / "out")
+    for point in study.points("fednova"):
+        for seed in study.tuning.seeds:
+            runs.scores[key("fednova", point, seed)] = float(point["client_lr"])
+    tuned = tomllib.loads(runs._tuned_toml())["tuned"]["fednova"]
+    inherited = load("digits-noniid", ["algorithm=fednova"]).algorithm.options
+    assert "client_momentum" in inherited
+    assert tuned == inherited | {"client_lr": 0.5}

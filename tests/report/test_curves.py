@@ -93,3 +93,9 @@ def test_records_with_other_things_in_their_place_are_refused(wrong: dict[str, A
     assert check_record(record) == record
     with pytest.raises(NotARecord):
         check_record(record | wrong)
+
+
+def test_clients_that_never_took_part_are_counted() -> None:
+    config = {"rounds": 2, "data": {"split": {"name": "iid", "clients": 5}}}
+    run = StoredRun(Path("x"), config, [{"cohort": [0, 3]}, {"cohort": [3]}], archived=True)
+    assert sorted(participation(run)) == [0, 0, 0, 1, 2]

@@ -30,7 +30,7 @@ from prefed.flower import protocol as p
 from prefed.flower.kept_state import KeptState, state_directory
 from prefed.flower.strategy_message import Asked, Order
 from prefed.flower.wire import pack
-from prefed.optim import Covariance
+from prefed.optim import Covariance, new_mass
 from prefed.rules import Covariance as CovarianceRule
 from prefed.rules import Field, State
 from prefed.training.admission import Spec
@@ -175,8 +175,9 @@ def load_state(message: Message, model: nn.Module, optimiser: Covariance) -> Non
                 if found is not None:
                     state[field].copy_(found)
             for mass in rule.masses() if isinstance(rule, CovarianceRule) else ():
-                start = held.get(mass, parameter.new_zeros(1))
-                state[mass] = start.to(parameter, copy=True)
+                state[mass] = new_mass(parameter)
+                if mass in held:
+                    state[mass].copy_(held[mass])
 
 
 def _compare(rule: CovarianceRule, weight_decay: float, optimiser: Covariance) -> None:

@@ -146,8 +146,9 @@ class Order:
 
     def _only_vectors(self, vector: Tensor) -> None:
         if tuple(vector.shape) != (self.server.size,):
+            others = ", ".join(self.untrained())
             raise PrefedError(
                 'state that is not one number for each weight (shape="full", the means of '
                 "FedAdamW) needs a model without frozen or tied parameters, in the memory layout "
-                f"of the server's; not trained under their names: {', '.join(self.untrained())}"
+                f"of the server's{others and f'; not trained under their names: {others}'}"
             )
