@@ -8,7 +8,17 @@ import pytest
 from prefed.core import draws
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 200])
+@pytest.fixture(params=["NumPy", pytest.param("C", marks=pytest.mark.process)])
+def drawn_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draws, "_batches_in_c", None)
+    if request.param == "C":
+        draws.compile_batches()
+        if draws._batches_in_c is None:
+            pytest.skip("no C compiler")
+
+
+@pytest.mark.usefixtures("drawn_by")
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 200])
 def test_batches_of_many_clients_are_those_of_each(count: int) -> None:
     """Sizes with which NumPy draws again now and then (above 2^31, every second time) or does not
     use 32 bits."""
@@ -19,6 +29,7 @@ def test_batches_of_many_clients_are_those_of_each(count: int) -> None:
         np.testing.assert_array_equal(row, draws.batches(3, 4, client, size, count))
 
 
+@pytest.mark.usefixtures("drawn_by")
 def test_nothing_is_drawn_of_nothing() -> None:
     for count in (1, 2):
         with pytest.raises(ValueError, match="high <= 0"):

@@ -92,3 +92,18 @@ def test_memory_that_a_limit_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     monkeypatch.setattr(resource, "getrlimit", lambda what: (used + (1 << 20), 1 << 41))
     assert machine.free_memory() <= 2 << 20
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "halves"),
+    [("AuthenticAMD", 25, True), ("AuthenticAMD", 26, False), ("GenuineIntel", 6, False)],
+)
+def test_processors_that_halve_wide_vectors(
+    tmp_path: Path, vendor: str, family: int, halves: bool
+) -> None:
+    about = tmp_path / "cpuinfo"
+    about.write_text(
+        f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t: 17\n"
+    )
+    assert machine.halves_vectors(about) is halves
+    assert not machine.halves_vectors(tmp_path / "none")

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from prefed.experiments.config import load
-from prefed.experiments.jobs import Job, Processes, made_with
+from prefed.experiments.jobs import Job, NewestData, Processes, made_with
 from prefed.experiments.measures import ACCURACY, LAST, first_scored
 from prefed.experiments.run_directory import execute
 from prefed.experiments.stored_runs import StoredRun
@@ -55,6 +56,19 @@ def test_a_kind_leaves_out_what_no_engine_is_faster_for() -> None:
     assert Job(small("fedyogi").to_dict()).kind != kind
     pairs = [Job(small("pair", f"client.name={rule}").to_dict()).kind for rule in ("sgd", "muon")]
     assert pairs[0] != pairs[1]
+
+
+def test_data_are_made_once_for_what_they_depend_on() -> None:
+    """Not again for another algorithm or step size; anew for another seed or split."""
+    newest = NewestData()
+    first = newest.of(small("fedavg"))
+    assert newest.of(small("prefed", "client_lr=0.3")) is first
+    for change in ("seed=1", "data.validation=0.2", "data.split.clients=7"):
+        assert newest.of(small("fedavg", change)) is not first, change
+    again = newest.of(small("fedavg"))
+    assert again is not first
+    given = small("fedavg").make_run(data=again)
+    assert torch.equal(given.data.client(0).all()[0], first[1].client(0).all()[0])
 
 
 def test_an_engine_that_was_named_stays(tmp_path: Path) -> None:

@@ -468,14 +468,23 @@ def test_an_output_for_each_pixel_falls_back() -> None:
         )
 
 
+@pytest.mark.parametrize("halves", [True, False])
 @pytest.mark.parametrize("capability", ["AVX512", "AVX2", "DEFAULT"])
-def test_vectors_hold_every_batch(capability: str) -> None:
+def test_vectors_hold_every_batch(capability: str, halves: bool) -> None:
     for batch in (*range(1, 70), 100, 128, 1000):
         for size in (4, 8):
-            found = Vectors.of(batch, size, capability)
+            found = Vectors.of(batch, size, capability, halves)
             assert found.width % found.lanes == 0
             parts = np.ceil(batch / found.width)
             assert parts * found.width < batch + parts * found.lanes
+
+
+@pytest.mark.parametrize(("batch", "halved", "whole"), [(20, 8, 16), (32, 16, 16), (40, 8, 16)])
+def test_wide_vectors_where_they_are_whole(batch: int, halved: int, whole: int) -> None:
+    """Twenty samples fill three vectors of eight, or two of sixteen: fewer operations, unless each
+    of those is two."""
+    assert Vectors.of(batch, 4, "AVX512", halves=True).lanes == halved
+    assert Vectors.of(batch, 4, "AVX512", halves=False).lanes == whole
 
 
 def test_samples_by_number_are_those_that_were_copied() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from prefed.core.c_programs import CannotCompile, compiled
-from prefed.core.draws import Noise
+from prefed.core.draws import Noise, philox
 
 WORTH_IT = 1 << 14
 """Numbers from which on it is faster than it is cumbersome."""
@@ -35,6 +35,6 @@ def _program(lines: str) -> Any:
     """None where there is no compiler, or none that takes it: torch has the same bits."""
     source = files("prefed.codecs").joinpath("sent.c").read_text()
     try:
-        return compiled(f"{source}\n{lines}", "-ffp-contract=off").sent
+        return compiled(f"{philox()}\n{source}\n{lines}", "-ffp-contract=off").sent
     except CannotCompile:
         return None

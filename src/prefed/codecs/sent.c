@@ -1,14 +1,8 @@
 /* What becomes of vectors that are sent (Blockwise.send), a block of numbers after another: its draws, then the
-   codec's own lines (Blockwise.in_c), which stand below this file as the function `block`. They round as
+   codec's own lines (Blockwise.in_c), which stand below this file as the function `block`; philox.c stands above. They round as
    torch's operations do, one after another: it is compiled with -ffp-contract=off. */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
 enum { BLOCK = 512, DRAWS = BLOCK / 16 };
-
-typedef unsigned __int128 wide;
 
 static const float TINY = 0x1p-126f, HUGE_ = 0x1.fffffep127f;
 
@@ -37,17 +31,12 @@ static float largest(const float *x, int n)
     return of_bits(found);
 }
 
-/* Philox4x64-10 as NumPy has it: sixteen numbers of 16 bits for each value of its counter, from `first` + 1 on. */
+/* Sixteen numbers of 16 bits for each value of Philox's counter, from `first` + 1 on. */
 static void draw(const uint64_t *key, uint64_t first, uint64_t client, uint64_t round, int16_t *noise)
 {
     for (int d = 0; d < DRAWS; d++) {
-        uint64_t c[4] = {first + d + 1, 0, client, round}, k0 = key[0], k1 = key[1];
-        for (int r = 0; r < 10; r++) {
-            const wide a = (wide)0xD2E7470EE14C6C93u * c[0], b = (wide)0xCA5A826395121157u * c[2];
-            c[0] = (uint64_t)(b >> 64) ^ c[1] ^ k0, c[1] = (uint64_t)b;
-            c[2] = (uint64_t)(a >> 64) ^ c[3] ^ k1, c[3] = (uint64_t)a;
-            k0 += 0x9E3779B97F4A7C15u, k1 += 0xBB67AE8584CAA73Bu;
-        }
+        uint64_t c[4] = {first + d + 1, 0, client, round};
+        philox(key, c);
         memcpy(noise + 16 * d, c, sizeof c);
     }
 }

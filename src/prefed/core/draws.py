@@ -6,14 +6,19 @@ into a counter-based generator (Philox): (seed, purpose) is its key, (round, cli
 counter.
 """
 
+import ctypes
 import threading
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.resources import files
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from prefed.core.c_programs import CannotCompile, compiled
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -76,6 +81,20 @@ def batches_of(
 ) -> Numbers:
     """`batches` of several clients, a row for each: the same numbers in a fraction of the time,
     as NumPy makes them of the generator's bits (Lemire's method on 32 of them)."""
+    high = np.array(samples, np.uint64)
+    if _batches_in_c is not None:
+        drawn, again = _drawn_in_c(seed, round, clients, high, count)
+    else:
+        drawn, again = _drawn(seed, round, clients, high, count)
+    for row in np.flatnonzero(again).tolist():  # NumPy draws once more, or otherwise
+        drawn[row] = batches(seed, round, clients[row], samples[row], count)
+    return drawn
+
+
+def _drawn(
+    seed: int, round: int, clients: Sequence[int], samples: Any, count: int
+) -> tuple[Numbers, Any]:
+    """The numbers, and which rows are NumPy's only if it draws them."""
     halves = -(-count // 2)
     bits = np.empty((len(clients), halves), "<u8")
     source = _brief(seed, "batches", round, 0).bit_generator
@@ -83,14 +102,40 @@ def batches_of(
         _local.state["state"]["counter"][2] = client
         source.state = _local.state
         row[:] = source.random_raw(halves)
-    high = np.array(samples, np.uint64)[:, None]
+    high = samples[:, None]
     product = bits.view("<u4")[:, :count] * high
-    drawn = (product >> 32).astype(np.int64)
     again = (product & 0xFFFFFFFF) < (2**32 - high) % np.maximum(high, 1)
     again |= (high >= 2**32) | (high == 0)
-    for place in np.flatnonzero(again.any(1)).tolist():  # NumPy draws once more, or otherwise
-        drawn[place] = batches(seed, round, clients[place], samples[place], count)
-    return drawn
+    return (product >> 32).astype(np.int64), again.any(1)
+
+
+_batches_in_c: Any = None
+
+
+def compile_batches() -> None:
+    """Draw batches in C from now on, where there is a compiler: the same numbers, and other threads
+    need not wait for the interpreter's lock meanwhile. For engines that compile anyhow."""
+    global _batches_in_c
+    source = files("prefed.core").joinpath("batches.c").read_text()
+    with suppress(CannotCompile):
+        _batches_in_c = compiled(f"{philox()}\n{source}").batches
+
+
+def _drawn_in_c(
+    seed: int, round: int, clients: Sequence[int], samples: Any, count: int
+) -> tuple[Numbers, Any]:
+    drawn, again = np.empty((len(clients), count), np.int64), np.empty(len(clients), np.uint8)
+    key = np.array([seed, zlib.crc32(b"batches")], np.uint64)
+    _batches_in_c(
+        *map(ctypes.c_int64, drawn.shape), key.ctypes, ctypes.c_uint64(round),
+        np.array(clients, np.uint64).ctypes, samples.ctypes, drawn.ctypes, again.ctypes,
+    )  # fmt: skip
+    return drawn, again
+
+
+def philox() -> str:
+    """The generator in C."""
+    return files("prefed.core").joinpath("philox.c").read_text()
 
 
 def epochs(seed: int, round: int, client: int, samples: int, count: int) -> Numbers:

@@ -74,6 +74,15 @@ def processor(about: Path = Path("/proc/cpuinfo")) -> str:
     return platform.processor() or platform.machine()
 
 
+def halves_vectors(about: Path = Path("/proc/cpuinfo")) -> bool:
+    """The processor has operations on 512 bits, and computes them as two on 256: AMD's Zen 4."""
+    with suppress(OSError):
+        lines = about.read_text(errors="replace").splitlines()
+        fields = {key.strip(): value.strip() for key, _, value in (s.partition(":") for s in lines)}
+        return (fields.get("vendor_id"), fields.get("cpu family")) == ("AuthenticAMD", "25")
+    return False
+
+
 def cores(group: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
     """The cores that this process may use: those of its affinity, and not more than the quota of
     its control groups (containers) allows."""

@@ -3,10 +3,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from prefed.core import draws
 from prefed.data.dataset import DATASETS, Dataset
+from prefed.data.images import Divide
 
 LARGEST = 16
 """Value of a pixel."""
@@ -20,8 +20,4 @@ def digits() -> Dataset:
     order = draws.generator(0, "digits").permutation(len(arrays["y"]))
     x = torch.from_numpy(arrays["x"][order]).unsqueeze(1)
     y = torch.from_numpy(arrays["y"][order].astype(np.int64))
-    return Dataset(x[360:], y[360:], (x[:360], y[:360]), to_unit_range, scale=LARGEST)
-
-
-def to_unit_range(x: Tensor) -> Tensor:
-    return x.to(torch.get_default_dtype()) / LARGEST
+    return Dataset(x[360:], y[360:], (x[:360], y[:360]), Divide(LARGEST), scale=LARGEST)

@@ -9,8 +9,23 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 
+class Divide:
+    """Numbers to shares of the largest there can be, in the model's dtype."""
+
+    takes_blocks: ClassVar[bool] = True
+    """It may be called once for the batches of many clients (C, B, ...): engines do."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.to(torch.get_default_dtype()) / self.scale
+
+
 class Normalise:
     """uint8 in [0, 255] to (x / 255 - mean) / std for each channel, in the model's dtype."""
+
+    takes_blocks: ClassVar[bool] = True
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         self.mean, self.std = mean, std

@@ -14,7 +14,7 @@ from prefed.core import draws
 from prefed.core.errors import PrefedError
 from prefed.data import reading
 from prefed.data.dataset import DATASETS, Dataset
-from prefed.data.images import CropAndFlip
+from prefed.data.images import CropAndFlip, Divide
 
 Array = np.ndarray[Any, Any]
 
@@ -84,14 +84,6 @@ def _check_lengths(where: Path, which: str, x: Array, y: Array) -> None:
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
         text = f"x{which} {x.shape} and y{which} {y.shape} should have the same length"
         raise PrefedError(f"{where}: {text}")
-
-
-class Divide:
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(torch.get_default_dtype()) / self.scale
 
 
 def _float32(x: Array) -> Array:

@@ -44,6 +44,9 @@ from prefed.training.ranks import make_trainer
 from prefed.training.run import MakeTrainer, Run
 from prefed.training.settings import Settings
 
+MadeData = tuple[Dataset, FederatedData]
+"""A data set, and it divided among clients."""
+
 
 class Config(Settings):
     """A whole run. Made by `load`, which checks the options of every named part as well."""
@@ -61,7 +64,7 @@ class Config(Settings):
         return Settings(**{name: getattr(self, name) for name in Settings.model_fields})
 
     @timed("data")
-    def make_data(self) -> tuple[Dataset, FederatedData]:
+    def make_data(self) -> MadeData:
         """The data set and its split, which depend on the config and seed alone."""
         dataset = DATASETS.get(self.data.name)(**self.data.options)
         if not isinstance(dataset, Dataset):
@@ -81,14 +84,20 @@ class Config(Settings):
         return dataset, data.hold_out(share, self.seed) if share else data
 
     def make_run(
-        self, make_trainer: MakeTrainer = make_trainer, algorithm: Algorithm | None = None
+        self,
+        make_trainer: MakeTrainer = make_trainer,
+        algorithm: Algorithm | None = None,
+        data: MadeData | None = None,
     ) -> Run:
-        """The run, with data, split and first weights that depend on the config and seed alone."""
-        dataset, data = self.make_data()
+        """The run, with data, split and first weights that depend on the config and seed alone.
+
+        data   what `make_data` gave for the same data and seed
+        """
+        dataset, split = data or self.make_data()
         loss = None if self.loss is None else make_loss(self.loss.name, **self.loss.options)
         algorithm, model = algorithm or self.make_algorithm(), self.make_model(dataset)
         settings, table = self.settings(), self.to_dict()
-        return Run(algorithm, model, data, settings, loss, make_trainer, table)
+        return Run(algorithm, model, split, settings, loss, make_trainer, table)
 
     def make_model(self, dataset: Dataset) -> nn.Module:
         """The model with its first weights, for the inputs and outputs of the data set."""

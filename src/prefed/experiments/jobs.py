@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from prefed.experiments.config import Config
+    from prefed.experiments.config import Config, MadeData
     from prefed.experiments.trackers import Tracking
     from prefed.training.run import MakeTrainer
     from prefed.training.trainer import Trainer
@@ -248,6 +248,7 @@ def _work() -> None:
             print(f'{{"record": {to_json(record)}}}', file=out, flush=True)
 
     torch.set_num_threads(1)
+    newest = NewestData()
     out = sys.stdout
     sys.stdout = sys.stderr  # what a model or a plug-in prints must not mix with the events
     while True:
@@ -260,12 +261,12 @@ def _work() -> None:
                 tracking = Tracking(about["names"], Path(about["out"]), about["group"])
                 callbacks += tracking.callbacks(job["name"])
             config = load(job["config"])
-            make = made_with(job["engine"])
+            make, data = made_with(job["engine"]), newest.of(config)
             what: Config | Run = config
             if job["evaluate_from"] > 1:
-                what = config.make_run(make)
+                what = config.make_run(make, data=data)
                 what.evaluate_from = job["evaluate_from"]
-            execute(what, folder, resume=True, callbacks=callbacks, make_trainer=make)
+            execute(what, folder, resume=True, callbacks=callbacks, make_trainer=make, data=data)
             event: dict[str, Any] = {"done": True, "engine": tell.run.trainer.engine}
         except Diverged as error:
             event = {"diverged": str(error)}
@@ -274,6 +275,20 @@ def _work() -> None:
         except Exception as error:  # a job that fails must not take the others with it
             event = {"failed": f"{type(error).__name__}: {error}"}
         print(json.dumps(event), file=out, flush=True)
+
+
+class NewestData:
+    """The data set and split of the newest run, which the next one may have in common with it."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._made: MadeData | None = None
+
+    def of(self, config: "Config") -> "MadeData":
+        if self._made is None or self._key != (config.data, config.seed):
+            self._made = None  # there are never two of them in memory
+            self._made, self._key = config.make_data(), (config.data, config.seed)
+        return self._made
 
 
 def made_with(engine: str) -> "MakeTrainer":

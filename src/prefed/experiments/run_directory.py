@@ -26,7 +26,7 @@ from prefed.core.machine import total_memory
 from prefed.core.parts import timed
 from prefed.core.safe_files import lock, remove_leftovers, to_json, write_whole
 from prefed.experiments import checkpoints
-from prefed.experiments.config import Config
+from prefed.experiments.config import Config, MadeData
 from prefed.experiments.environment import environment
 from prefed.experiments.record_lines import from_json
 from prefed.experiments.same_config import (
@@ -61,6 +61,7 @@ def execute(
     stop: Callable[[], bool] = lambda: False,
     make_trainer: MakeTrainer = make_trainer,
     seconds_between: float | None = None,
+    data: MadeData | None = None,
 ) -> Result:
     """Carry out a config, or a run that was made in Python, writing it into `folder` unless that is
     None.
@@ -69,6 +70,7 @@ def execute(
     stop             asked after each round; if it says yes, the run is saved and Interrupted raised
     make_trainer     where the clients of a config train, if not on this machine
     seconds_between  of checkpoints, if not SECONDS_BETWEEN
+    data             of a config, if it has been made already
 
     Of several ranks the first alone writes and has callbacks.
     """
@@ -78,7 +80,7 @@ def execute(
         if folder is not None and speaks():
             directory = RunDirectory.open(folder, table, resume, seconds_between)
             directories.append(stack.enter_context(directory))
-        run = what.make_run(make_trainer) if isinstance(what, Config) else what
+        run = what.make_run(make_trainer, data=data) if isinstance(what, Config) else what
         for directory in directories:
             run.trainer.folder = directory.folder
             directory.restore(run)

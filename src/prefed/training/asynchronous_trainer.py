@@ -7,8 +7,9 @@ needed, or when a worker would have nothing to do otherwise. So the blocks, and 
 depend neither on the number of workers nor on where a run was interrupted.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ from prefed.training.task import Task
 from prefed.training.traffic import traffic
 from prefed.training.trainer import Arrived, Record
 from prefed.training.underway import Held, Underway, Waiting, joined, part_of, runs
+
+T = TypeVar("T")
 
 NAME = "asynchronous."
 """What the names of the state in a checkpoint begin with."""
@@ -128,12 +131,15 @@ class AsynchronousTrainer(LocalTrainer):
 
     # Train
 
-    def _updates(self, server: Server, clients: list[int]) -> Iterator[tuple[int, Update]]:
-        """The updates in the buffer, as the server of now averages them."""
+    def _updates(
+        self, server: Server, clients: list[int], then: Callable[[Sequence[int], Update], T]
+    ) -> Iterator[T]:
+        """What `then` makes of the updates in the buffer, as the server of now averages them."""
         assert self.workers is not None, "prepare() comes first"
         # With several workers, a block that is alone is computed as it is beside others.
         with torch_threads(1 if self.workers.count > 1 else None):
-            yield from self._in_buffer(server, clients)
+            for first, update in self._in_buffer(server, clients):
+                yield then(clients[first : first + len(update.losses)], update)
 
     def _in_buffer(self, server: Server, clients: list[int]) -> Iterator[tuple[int, Update]]:
         self.fresh = self.fresh or self._cut(server.round)

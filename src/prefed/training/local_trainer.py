@@ -2,10 +2,10 @@
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from prefed.training.kept import InMemory, OnDisk, Store, settle
 from prefed.training.kept.disk import PLACES
 from prefed.training.kept.estimate import Where
 from prefed.training.kept.store import unstacked
-from prefed.training.mean import Mean
+from prefed.training.mean import Added, Mean, Rows
 from prefed.training.means.choice import Means
 from prefed.training.round import Update
 from prefed.training.server_state import Server
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from prefed.training.run import Run
 
 log = logging.getLogger("prefed")
+T = TypeVar("T")
 
 
 SQUARE = "square"
@@ -132,34 +133,40 @@ class LocalTrainer(Trainer):
         self.memory.give(self.lent)  # the server has used the mean of the last round up
         self.lent = []
         kept: dict[int, State] = {}
-        mean = self._collect(server, clients)
-        for first, update in self._updates(server, clients):
-            block = clients[first : first + len(update.losses)]
+        mean, place = self._collect(server, clients), {c: n for n, c in enumerate(clients)}
+
+        def summed(block: Sequence[int], update: Update) -> tuple[Sequence[int], State, Added]:
             weights = [self.settings.weight(c, self.data.size(c)) for c in block]
             norms = torch.linalg.vector_norm(update.values["weights"], dim=1, keepdim=True)
             values = update.values | {SQUARE: norms.square_()}
-            mean.add_block(first, values, weights, update.losses.tolist())
-            if update.kept:
-                for row, client in enumerate(block):
-                    kept[client] = {n: value[row].clone() for n, value in update.kept.items()}
-                    if self.mechanism is not None and not all(
-                        map(all_finite, kept[client].values())
-                    ):
-                        del kept[client]  # it counts as zero, and goes on from what it had
+            rows = Rows(place[block[0]], values, weights, update.losses.tolist())
+            return block, update.kept, mean.summed(rows)
+
+        for block, stays, added in self._updates(server, clients, summed):
+            mean.take(added)
+            for row, client in enumerate(block if stays else ()):
+                kept[client] = {n: value[row].clone() for n, value in stays.items()}
+                if self.mechanism is not None and not all(map(all_finite, kept[client].values())):
+                    del kept[client]  # it counts as zero, and goes on from what it had
         return self._together(server, mean, len(clients), kept)
 
     def _not_finite(self, server: Server, clients: list[int]) -> list[int]:
         """The clients whose updates are not finite."""
-        bad: list[int] = []
-        for first, update in self._updates(server, clients):
+
+        def not_finite(block: Sequence[int], update: Update) -> list[int]:
             finite = update.losses.isfinite()
             for value in update.values.values():
                 finite &= value.flatten(1).isfinite().all(1)
-            bad += [clients[first + row] for row in finite.logical_not().nonzero().flatten()]
-        return sorted(bad)
+            return [block[row] for row in finite.logical_not().nonzero().flatten()]
 
-    def _updates(self, server: Server, clients: list[int]) -> Iterator[tuple[int, Update]]:
-        """The updates of the clients, block by block, with the position of each one's first."""
+        found = self._updates(server, clients, not_finite)
+        return sorted(client for bad in found for client in bad)
+
+    def _updates(
+        self, server: Server, clients: list[int], then: Callable[[Sequence[int], Update], T]
+    ) -> Iterator[T]:
+        """What `then` makes of the updates of the clients, block by block, in the worker that
+        trained them."""
         workers = self.workers
         assert workers is not None, "prepare() comes first"
         train = partial(
@@ -169,7 +176,8 @@ class LocalTrainer(Trainer):
         )  # fmt: skip
         blocks = self._share(workers.blocks(self.algorithm, clients))
         with torch.random.fork_rng(enabled=True):
-            yield from workers.updates(train, blocks)
+            for _, found in workers.updates(lambda engine, b: then(b, train(engine, b)), blocks):
+                yield found
 
     def _honest(self, server: Server, clients: list[int]) -> Moments | None:
         """What the honest ones among these clients do, if liars want to know: they train twice."""

@@ -6,6 +6,7 @@ first nor on how the cohort is divided among workers, its rounding error grows w
 of the cohort, and at most that many partial sums are held at a time if clients come in order.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -35,6 +36,36 @@ class Part:
         self.level, self.index = self.level + 1, self.index >> 1
 
 
+@dataclass(frozen=True)
+class Rows:
+    """The clients of a block, at neighbouring positions of the cohort."""
+
+    first: int
+    values: dict[str, Tensor]
+    """(C, ...)"""
+    weights: list[float]
+    losses: list[float]
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Tensor], float, float]]:
+        """Each with its position, as `Mean.add` takes it."""
+        for row, (weight, loss) in enumerate(zip(self.weights, self.losses, strict=True)):
+            yield self.first + row, {n: v[row] for n, v in self.values.items()}, weight, loss
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The subtrees of a block of so many clients, whose siblings lie outside of it."""
+
+    clients: int
+    borrowed: list[Part]
+    """Clients as they came: in the memory of whoever trained them."""
+    fresh: list[Part]
+
+
+Added = Rows | Sums
+"""A block that has been trained, as far as it is added up."""
+
+
 class Mean:
     """Collects the clients of a round, each at its position in the cohort."""
 
@@ -58,37 +89,55 @@ class Mean:
         part.values = {n: self._memory.copy(value, weight) for n, value in part.values.items()}
         part.copied = True
 
-    @timed("mean")
     def add_block(
         self, first: int, values: dict[str, Tensor], weights: list[float], losses: list[float]
     ) -> None:
-        """Take the rows of clients at neighbouring positions: `add` for each, with the same bits,
-        level by level of the tree for all of them at once."""
+        """Take clients at neighbouring positions: `add` for each, with the same bits."""
+        self.take(self.summed(Rows(first, values, weights, losses)))
+
+    @timed("mean")
+    def summed(self, rows: Rows) -> Added:
+        """What can be added up of these clients before their turn, level by level of the tree for
+        all of them at once. It changes nothing here, so whoever trains them may call it."""
+        first, values, weights, losses = rows.first, rows.values, rows.weights, rows.losses
         if len(weights) == 1:
-            one = {name: value[0] for name, value in values.items()}
-            self.add(first, one, weights[0], losses[0])
-            return
-        self.clients += len(weights)
-        level, ours = 0, False
+            return rows
+        found = Sums(len(weights), [], [])
+        level, fresh = 0, False
         if any(weight != 1 for weight in weights):
             values = {
                 name: value * value.new_tensor(weights).view(-1, *[1] * (value.dim() - 1))
                 for name, value in values.items()
             }
             losses = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
-            ours = True
+            fresh = True
         while weights:
             # Rows whose sibling lies outside the block stay at this level; the others pair up.
             start, stop = first & 1, len(weights) - ((first + len(weights)) & 1)
             alone = [0] * start + [len(weights) - 1] * (len(weights) - stop)
             for row in alone:
                 sums = {name: value[row] for name, value in values.items()}
-                self._insert(Part(level, first + row, sums, weights[row], losses[row]), ours)
+                part = Part(level, first + row, sums, weights[row], losses[row])
+                (found.fresh if fresh else found.borrowed).append(part)
             left, right = slice(start, stop, 2), slice(start + 1, stop, 2)
             values = {name: value[left] + value[right] for name, value in values.items()}
             weights = [a + b for a, b in zip(weights[left], weights[right], strict=True)]
             losses = [a + b for a, b in zip(losses[left], losses[right], strict=True)]
-            first, level, ours = (first + start) >> 1, level + 1, True
+            first, level, fresh = (first + start) >> 1, level + 1, True
+        return found
+
+    @timed("mean")
+    def take(self, block: Added) -> None:
+        """What `summed` has made of a block."""
+        if isinstance(block, Rows):
+            for row in block:
+                self.add(*row)
+            return
+        self.clients += block.clients
+        for part in block.borrowed:
+            self._insert(part, ours=False)
+        for part in block.fresh:
+            self._insert(part, ours=True)
 
     def parts(self) -> list[Part]:
         """The subtrees so far, for another Mean to go on with."""

@@ -40,8 +40,8 @@ from prefed.training.kept import Store
 from prefed.training.kept.disk import PLACES
 from prefed.training.kept.estimate import Where
 from prefed.training.local_trainer import SQUARE, LocalTrainer, spread
-from prefed.training.mean import Mean, Part
-from prefed.training.means.in_turn import Elsewhere, InTurn, Rows, is_wide
+from prefed.training.mean import Mean, Part, Rows
+from prefed.training.means.in_turn import Elsewhere, InTurn, is_wide
 from prefed.training.messages import averaged
 from prefed.training.server_state import Server
 from prefed.training.settings import Settings
@@ -338,22 +338,21 @@ def _receive(like: State, source: int) -> list[Part]:
 
 def _send_rows(like: State, rows: Rows) -> None:
     """A block of clients, to the first rank."""
-    values, *numbers = rows
+    numbers = rows.weights, rows.losses
     with _watching():
         for name in like:
-            dist.send(values[name].contiguous(), 0)
+            dist.send(rows.values[name].contiguous(), 0)
         dist.send(torch.tensor(numbers, dtype=torch.float64, device=_device()), 0)
 
 
-def _receive_rows(like: State, count: int, source: int) -> Rows:
+def _receive_rows(like: State, count: int, source: int, first: int) -> Rows:
     values = {n: v.new_empty(count, *v.shape) for n, v in like.items()}
     numbers = torch.empty(2, count, dtype=torch.float64, device=_device())
     with _watching():
         for value in values.values():
             dist.recv(value, source)
         dist.recv(numbers, source)
-    weights, losses = numbers.tolist()
-    return values, weights, losses
+    return Rows(first, values, *numbers.tolist())
 
 
 def _broadcast_text(text: str, source: int) -> str:

@@ -34,7 +34,7 @@ def losses_of(task: Task, module: nn.Module | None = None, each: Each = vmap) ->
     module = module or task.flat.module
     if (forward := linear_chains.plan(module)) is None:
         return by_vmap(task, module=module, each=each)
-    prepare = vmap(task.transform) if task.transform else (lambda x: x)
+    prepare = transform_of_blocks(task)
     loss: Loss = vmap(task.loss)
     if task.loss in WITH_CLASSES:
         loss = _by_targets if task.loss is by_targets else _cross_entropy
@@ -47,8 +47,17 @@ def gradients_of(task: Task) -> linear_chains.Differentiate | None:
         return None
     if (differentiate := linear_chains.plan_gradient(task.flat.module)) is None:
         return None
-    prepare = vmap(task.transform) if task.transform else (lambda x: x)
+    prepare = transform_of_blocks(task)
     return lambda weights, into, x, y: differentiate(weights, into, prepare(x), y)
+
+
+def transform_of_blocks(task: Task) -> Callable[[Inputs], Inputs]:
+    """The transform of the data, for a batch of each client of a block."""
+    if task.transform is None:
+        return lambda x: x
+    return (
+        task.transform if getattr(task.transform, "takes_blocks", False) else vmap(task.transform)
+    )
 
 
 def by_vmap(

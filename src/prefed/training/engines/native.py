@@ -13,15 +13,14 @@ It needs a C compiler. What cannot be written in C trains without it, after one 
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
 
 from prefed.algorithms import Algorithm
-from prefed.core import batch
+from prefed.core import batch, draws
 from prefed.core.batch import Inputs
 from prefed.core.c_programs import CannotCompile
 from prefed.core.errors import PrefedError
@@ -31,7 +30,7 @@ from prefed.data import FederatedData
 from prefed.data.samples import LazySamples
 from prefed.rules import Rule, State
 from prefed.rules.rule import in_c
-from prefed.training.engines.block_losses import one_by_one
+from prefed.training.engines.block_losses import one_by_one, transform_of_blocks
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
 from prefed.training.engines.native_program import Program
 from prefed.training.engines.native_writing import NotNative
@@ -82,9 +81,7 @@ class Native(Vectorised):
         if first.is_ragged:
             raise NotNative("samples are of unequal length")
         raw, _ = first.take(torch.arange(1))
-        self.prepare: Callable[[Inputs], Inputs] = (
-            vmap(task.transform) if task.transform else lambda x: x
-        )
+        self.prepare = transform_of_blocks(task)
         try:
             x = self.prepare(batch.mapped(lambda leaf: leaf[None], raw))
         except Exception as error:  # a transform that vmap cannot run
@@ -96,6 +93,7 @@ class Native(Vectorised):
         weights, size = task.flat.weights, settings.batch_size or len(first)
         self.program = Program(task.flat.module, task.flat.layout, self.shape, weights.dtype, size)
         self.scratch = self.program.scratch()
+        draws.compile_batches()
         self.one_client = weights.new_empty(0)
         """Memory for the vectors of a client that is taking its steps."""
         self.no_rules: set[str] = set()

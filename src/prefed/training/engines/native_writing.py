@@ -4,12 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from prefed.core.hooks import hooked
 from prefed.core.layout import Entry, Layout, row_major
+from prefed.core.machine import halves_vectors
 
 TYPES = {torch.float32: ("float", "int32_t", 4), torch.float64: ("double", "int64_t", 8)}
 MOST_FIELDS = 16
@@ -27,12 +29,24 @@ class NotNative(Exception):
     """Why a model cannot be written in C."""
 
 
-def _kinds(capability: str | None) -> list[tuple[int, int, int]]:
-    """Vectors of the processor, the best first: bytes, how many samples fill at most, rows. With
-    twelve rows for two vectors, six weights are taken to each, and what they need stays nearest."""
-    kinds = {"AVX512": [(64, 4, 24), (32, 8, 24)], "AVX2": [(32, 2, 12), (32, 4, 12)]}
+class Kind(NamedTuple):
+    """Vectors of a processor."""
+
+    bytes: int
+    most: int
+    """How many of them samples fill."""
+    rows: int
+    cost: int = 1
+    """Of an operation, of the cheapest one's."""
+
+
+def _kinds(capability: str | None, halves: bool) -> list[Kind]:
+    """What the processor has, the best first. With twelve rows for two vectors, six weights are
+    taken to each, and what they need stays nearest."""
+    wide = Kind(64, 4, 24, cost=2 if halves else 1)
+    kinds = {"AVX512": [wide, Kind(32, 8, 24)], "AVX2": [Kind(32, 2, 12), Kind(32, 4, 12)]}
     capability = capability or torch.backends.cpu.get_cpu_capability()
-    return kinds.get(capability, [(16, 4, 16)])
+    return kinds.get(capability, [Kind(16, 4, 16)])
 
 
 @dataclass(frozen=True)
@@ -47,22 +61,24 @@ class Vectors:
     """Vectors that a product holds in registers."""
 
     @classmethod
-    def of(cls, batch: int, size: int, capability: str | None = None) -> "Vectors":
-        """For batches of this size, of numbers of this many bytes: as few samples that are none as
-        can be."""
+    def of(
+        cls, batch: int, size: int, capability: str | None = None, halves: bool | None = None
+    ) -> "Vectors":
+        """For batches of this size, of numbers of this many bytes: as few operations as can be."""
         found = []
-        for nbytes, most, rows in _kinds(capability):
-            lanes = nbytes // size
-            parts = math.ceil(batch / (most * lanes))
-            width = lanes * math.ceil(batch / (parts * lanes))
-            found.append((parts * width, -lanes, cls(lanes, width, rows)))
+        for kind in _kinds(capability, halves_vectors() if halves is None else halves):
+            lanes = kind.bytes // size
+            parts = math.ceil(batch / (kind.most * lanes))
+            vectors = math.ceil(batch / (parts * lanes))
+            cost = parts * vectors * kind.cost
+            found.append((cost, -lanes, cls(lanes, vectors * lanes, kind.rows)))
         return min(found, key=lambda one: one[:2])[2]
 
     @classmethod
     def widest(cls, size: int) -> tuple[int, int]:
         """Lanes for numbers of this many bytes, and rows."""
-        nbytes, _, rows = _kinds(None)[0]
-        return nbytes // size, rows
+        kind = _kinds(None, False)[0]
+        return kind.bytes // size, kind.rows
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ per worker, not on how many workers there are.
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TypeVar
 
 import torch
 
@@ -19,13 +20,13 @@ from prefed.algorithms import Algorithm
 from prefed.data import FederatedData
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
 from prefed.training.means.in_turn import is_wide
-from prefed.training.round import Update
 from prefed.training.settings import Settings
 from prefed.training.task import Task
 
 Clients = tuple[int, Sequence[int]]
 """A block: the position of its first client in the cohort, and its clients."""
-Train = Callable[[Engine, Sequence[int]], Update]
+T = TypeVar("T")
+Train = Callable[[Engine, Sequence[int]], T]
 """What is done with a block of clients on an engine."""
 
 
@@ -71,8 +72,8 @@ class Workers:
         return [(first, cohort[first : first + size]) for first in range(0, len(cohort), size)]
 
     def updates(
-        self, train: Train, blocks: Sequence[Clients]
-    ) -> Generator[tuple[int, Update], None, None]:
+        self, train: Train[T], blocks: Sequence[Clients]
+    ) -> Generator[tuple[int, T], None, None]:
         """What `train` makes of each block, with the position of its first client: in turn, or as
         soon as it is there. The tensors of an update are only valid until the next one is asked
         for."""
@@ -82,7 +83,7 @@ class Workers:
             return
         self._start()
         waiting = iter(blocks)
-        running: dict[Future[Update], tuple[int, Engine]] = {}
+        running: dict[Future[T], tuple[int, Engine]] = {}
 
         def start(engine: Engine) -> None:
             if (block := next(waiting, None)) is not None:
@@ -98,7 +99,7 @@ class Workers:
             for engine in self.engines:
                 start(engine)
             while running:
-                done: Iterable[Future[Update]] = [next(iter(running))]  # the first to be started
+                done: Iterable[Future[T]] = [next(iter(running))]  # the first to be started
                 if not self.in_turn:
                     done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
@@ -117,14 +118,14 @@ def _begin(device: torch.device) -> None:
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
-def _ordered(train: Train, device: torch.device) -> Train:
+def _ordered(train: Train[T], device: torch.device) -> Train[T]:
     """On a GPU: after what this thread has asked for until now, as the stream of a worker knows
     nothing of it; and whole when the worker is done."""
     if device.type != "cuda":
         return train
     asked = torch.cuda.current_stream(device).record_event()
 
-    def run(engine: Engine, clients: Sequence[int]) -> Update:
+    def run(engine: Engine, clients: Sequence[int]) -> T:
         stream = torch.cuda.current_stream(device)
         stream.wait_event(asked)
         update = train(engine, clients)

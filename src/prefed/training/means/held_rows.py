@@ -9,7 +9,7 @@ from torch import Tensor
 
 from prefed.core.memory import Memory, all_finite
 from prefed.rules import State
-from prefed.training.mean import Mean, Part, place
+from prefed.training.mean import Mean, Part, Rows, place
 from prefed.training.means.mean_rule import MeanRule
 
 
@@ -82,11 +82,8 @@ class RobustMean(Mean):
             else:
                 tree.add(position, own, weight, 0.0)
 
-    def add_block(
-        self, first: int, values: State, weights: list[float], losses: list[float]
-    ) -> None:
-        for row, (weight, loss) in enumerate(zip(weights, losses, strict=True)):
-            self.add(first + row, {n: value[row] for n, value in values.items()}, weight, loss)
+    def summed(self, rows: Rows) -> Rows:
+        return rows
 
     def collected(self, like: State) -> list[tuple[Mean, State]]:
         """Values are in the tree of their bucket size, and those without a rule in this one."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from prefed.core.memory import Memory
 from prefed.rules import State
 from prefed.rules.rule import BLOCK, scratch
-from prefed.training.mean import Mean
+from prefed.training.mean import Added, Mean, Rows
 
 WIDE = 1 << 22
 """Weights of a model from which on clients are added up in turn."""
@@ -24,9 +24,8 @@ def is_wide(weights: int) -> bool:
     return weights >= WIDE
 
 
-Rows = tuple[State, list[float], list[float]]
-"""Of the clients of a block: their values, a row for each, their weights and their losses."""
-Receive = Callable[[], Rows]
+Receive = Callable[[int], Rows]
+"""For the first position of a block, its clients, once they are there."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,13 @@ class InTurn(Mean):
             self._add_early(self._turn)
             self._turn += 1
 
-    def add_block(
-        self, first: int, values: State, weights: list[float], losses: list[float]
-    ) -> None:
-        for row, (weight, loss) in enumerate(zip(weights, losses, strict=True)):
-            self.add(first + row, {n: value[row] for n, value in values.items()}, weight, loss)
+    def summed(self, rows: Rows) -> Rows:
+        return rows
+
+    def take(self, block: Added) -> None:
+        super().take(block)
         if (receive := self._elsewhere.pop(self._turn, None)) is not None:
-            self.add_block(self._turn, *receive())
+            self.take(receive(self._turn))
 
     def _add(self, values: State, weight: float, loss: float) -> None:
         if self._sum:
@@ -105,10 +104,12 @@ class Elsewhere(Mean):
         super().__init__()
         self._send = send
 
-    def add_block(
-        self, first: int, values: State, weights: list[float], losses: list[float]
-    ) -> None:
-        self._send((values, weights, losses))
+    def summed(self, rows: Rows) -> Rows:
+        return rows
+
+    def take(self, block: Added) -> None:
+        assert isinstance(block, Rows)
+        self._send(block)
 
 
 def add_times(into: Tensor, value: Tensor, weight: float) -> None:
