@@ -19,6 +19,8 @@ from prefed.algorithms.mimelite import MimeLite
 from prefed.algorithms.pair import Pair
 from prefed.algorithms.personal import FedBN, FedPer, FedRep
 from prefed.algorithms.prefed import PreFed
+from prefed.algorithms.prefedc import PreFedC
+from prefed.algorithms.prefedclite import PreFedCLite
 from prefed.algorithms.prefedlite import PreFedLite
 from prefed.algorithms.prefedm import PreFedM
 from prefed.algorithms.prefedmlite import PreFedMLite
@@ -58,7 +60,7 @@ __all__ = [
     "FedAdagrad", "FedAdam", "FedAdamW", "FedAvg", "FedAvgM", "FedBN", "FedCM", "FedLADA",
     "FedLion", "FedMuon", "FedNova", "FedPAC", "FedPM", "FedPer", "FedProx", "FedRep", "FedYogi",
     "FederatedData", "Field", "Interrupted", "LocalAdam", "MimeLite", "Pair", "Partition",
-    "PreFed", "PreFedLite", "PreFedM", "PreFedMLite", "PreFedOpt", "PreFedS", "PreFedSLite",
+    "PreFed", "PreFedC", "PreFedCLite", "PreFedLite", "PreFedM", "PreFedMLite", "PreFedOpt", "PreFedS", "PreFedSLite",
     "PreFedSync", "PrefedError",
     "Privacy", "Rate", "Result", "Rule", "Run", "Settings", "Simulation", "average",
     "derived", "keep", "load", "load_runs", "optim", "reset", "schedule", "simulate", "to_pandas",

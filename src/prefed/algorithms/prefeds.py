@@ -1,18 +1,15 @@
 from typing import ClassVar
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import PositiveInt
 
-from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
-from prefed.algorithms.fedavg import Fraction
-from prefed.algorithms.sharing import Policy, average
-from prefed.codecs import CodecName
-from prefed.core.schedule import Rate
+from prefed.algorithms.algorithm import ALGORITHMS
+from prefed.algorithms.by_layer import ByLayer
 from prefed.rules import Rule
 from prefed.rules.spectral import Spectral
 
 
 @ALGORITHMS.register("prefeds")
-class PreFedS(Algorithm):
+class PreFedS(ByLayer):
     """PreFed with spectral steps (decision 044): m and P are PreFed's, averaged with the weights,
     and the step of a weight matrix is that of Muon, its entries divided by sqrt(P) + tau.
 
@@ -31,41 +28,9 @@ class PreFedS(Algorithm):
 
     later: ClassVar[tuple[str, ...]] = ("refresh",)
 
-    client_lr: Rate = 0.02
-    beta1: Fraction = 0.95
-    """The decay of m, the moving average of the gradient."""
-    beta2: Fraction = 0.999
-    """The decay of P, the moving average of the squared distance from m."""
-    tau_relative: PositiveFloat = 0.3
-    """tau as a share of the root mean square of sqrt(P). Large values make the step Muon's."""
-    iterations: NonNegativeInt = 5
-    """Of Newton and Schulz; with 0 the momentum is only divided by its norm."""
-    plain: tuple[str, ...] = ()
-    """Patterns of names: parameters that are trained as embeddings. Those of embedding layers are,
-    anyway, and those of no layer of torch's that have a name such as "positions"."""
-    plain_lr: PositiveFloat = 0.1
-    """The step size of vectors, as a share of client_lr."""
-    embedding_lr: PositiveFloat = 0.3
-    """The step size of embeddings, as a share of client_lr."""
-    clip_relative: PositiveFloat | None = 10.0
-    """A gradient that is more than this many times as long as m and P lead to expect is scaled down
-    to that: both would remember one that explodes for long. None for any length."""
     refresh: PositiveInt = 1
     """Local steps of a matrix along one orthogonal direction, that of the first of them, which
     alone takes matrix products."""
-    m_codec: CodecName = "exact"
-    """The codec of m on its way to the server."""
-    P_codec: CodecName = "exact"
-    """The codec of P on its way to the server."""
-    mean_of_rounds: NonNegativeFloat | None = 4.0
-    """The model is the mean of the global weights over rounds, later ones counting more; None for
-    the last weights."""
 
     def client_rule(self) -> Rule:
-        numbers = self.beta1, self.beta2, self.tau_relative, self.iterations
-        others = self.plain, self.plain_lr, self.embedding_lr, self.clip_relative
-        return Spectral(*numbers, *others, refresh=self.refresh)
-
-    def sharing(self) -> dict[str, Policy]:
-        vectors = {"m": average(codec=self.m_codec), "P": average(codec=self.P_codec)}
-        return vectors | {"m_mass": average(), "P_mass": average()}
+        return Spectral(**self.rule_options, refresh=self.refresh)

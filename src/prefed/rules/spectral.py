@@ -1,139 +1,59 @@
 """PreFed's m and P, with a step whose singular values are near one for weight matrices."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from functools import cached_property
-from typing import ClassVar
 
-import torch
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import PositiveInt
 from torch import Tensor
 
 from prefed.core.layout import Entry, Layout
+from prefed.rules.by_layer import MOST, ByLayer, by_rows, scale, shape
 from prefed.rules.covariance_matrix import matrices
-from prefed.rules.fitted import Fitted
-from prefed.rules.muon import EMBEDDINGS, orthogonal
-from prefed.rules.rule import RULES, Field, Fraction, State, accumulate, grow_mass
+from prefed.rules.rule import RULES, Field, State
 
-TINY = 1e-30
-"""Where a gradient is zero all over."""
 LARGEST = 512
 """Rows or columns, the fewer of them, of matrices that are taken in C: torch is better at more."""
-MOST = 1 << 23
-"""Weights of a model that is: a thread holds five vectors of that length as long as it lives."""
-TAU = 1e-3
-"""In place of sqrt(P) + tau_relative*r where P is zero all over, as in the covariance rule."""
 
 
 @RULES.register("spectral")
 @dataclass(frozen=True)
-class Spectral(Fitted):
-    """m and P as in the covariance rule, both corrected for their start at zero:
-
-        m = beta1*m + (1 - beta1)*g
-        P = beta2*P + (1 - beta2)*(g - m)^2
-
-    For a weight matrix, with r the root mean square of sqrt(P) over it,
+class Spectral(ByLayer):
+    """m and P, embeddings and vectors as in ByLayer. For a weight matrix, with r the root mean
+    square of sqrt(P) over it,
 
         O = orthogonal((1 - beta1)*g + beta1*m)         by Newton-Schulz iterations, as in Muon
         u = O / (sqrt(P) + tau_relative*r)              scaled to the norm of O
         w = w - lr * sqrt(max(1, rows/columns)) * u
 
-    For an embedding, whose rows are vectors of their own that are not seen equally often,
-    w = w - lr * embedding_lr * m / (sqrt(P) + tau_relative*r), r over that table; and for vectors
-    w = w - lr * plain_lr * m / (sqrt(P) + tau_relative*r), r over all of them. (While P is zero
-    everywhere there, m / 0.001.) Convolutions are matrices (out, in * kernel).
+    Large values of tau_relative make it Muon.
 
-    Before all this, a gradient that explodes is scaled down: it is never longer than clip_relative
-    times what m and P lead to expect, the root of the sum of m^2 + P over all weights.
-
-    beta1          the decay of m, the moving average of the gradient
-    beta2          the decay of P, the moving average of the squared distance from m
-    tau_relative   added to sqrt(P), as a share of its root mean square; large values make it Muon
-    iterations     of Newton and Schulz
-    plain          patterns of names: more parameters that are trained as embeddings
-    plain_lr       the step size of vectors, as a share of that of the matrices
-    embedding_lr   the step size of embeddings, as a share of that of the matrices
-    clip_relative  how many times as long as expected a gradient may be; None for any length
     refresh        steps of a matrix along one u, of the first of them
     """
 
-    elementwise: ClassVar[bool] = False
-
-    beta1: Fraction = 0.95
-    beta2: Fraction = 0.999
-    tau_relative: PositiveFloat = 0.3
-    iterations: NonNegativeInt = 5
-    plain: tuple[str, ...] = ()
-    plain_lr: PositiveFloat = 0.1
-    embedding_lr: PositiveFloat = 0.3
-    clip_relative: PositiveFloat | None = 10.0
     refresh: PositiveInt = 1
 
     def fields(self, layout: Layout) -> dict[str, Field]:
-        vector, mass = (layout.size,), Field((1,), nonnegative=True)
-        P = Field(vector, nonnegative=True)
-        found = {"m": Field(vector), "P": P, "m_mass": mass, "P_mass": mass}
-        return found | ({"u": Field(vector), "steps_left": Field((1,))} if self.refresh > 1 else {})
-
-    @cached_property
-    def places(self) -> tuple[list[Entry], list[slice], list[slice]]:
-        """The matrices, the embeddings, and the vectors."""
-        assert self.layout is not None
-        found: tuple[list[Entry], list[slice], list[slice]] = [], [], []
-        matrices, embeddings, vectors = found
-        for entry in self.layout.entries:
-            size = math.prod(entry.shape)
-            place = slice(entry.offset, entry.offset + size)
-            if len(entry.shape) < 2:
-                vectors.append(place)
-            elif self.is_embedding(entry):
-                embeddings.append(place)
-            elif size:
-                matrices.append(entry)
-        return found
-
-    def is_embedding(self, entry: Entry) -> bool:
-        """By its layer; where that is none of torch's own, by its name."""
-        names = self.plain if entry.kind == "matrix" else (*self.plain, *EMBEDDINGS)
-        named = any(fnmatchcase(entry.name, pattern) for pattern in names)
-        return entry.kind == "embedding" or named
-
-    def patterns(self) -> dict[str, tuple[str, ...]]:
-        return {"plain": self.plain}
+        found, u = super().fields(layout), Field((layout.size,))
+        return found | ({"u": u, "steps_left": Field((1,))} if self.refresh > 1 else {})
 
     def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
         if w.dim() == 1:  # one holder is a block of one
             state = {name: value.unsqueeze(0) for name, value in state.items()}
             w, g = w.unsqueeze(0), g.unsqueeze(0)
-        m, P = state["m"], state["P"]
-        if self.clip_relative is not None:
-            g = g * self.shortening(g, state)
-        m.lerp_(g, 1 - self.beta1)
-        accumulate(P, g - m, self.beta2, "ema")
-        root = (P / grow_mass(state["P_mass"], self.beta2)).sqrt_()
-        m = m / grow_mass(state["m_mass"], self.beta1)
-        ahead = g.lerp(state["m"], self.beta1)
-        whole, embeddings, vectors = self.places
+        seen = self.see(g, state)
+        ahead = seen.g.lerp(state["m"], self.beta1)
         goes_on = self.goes_on(state)
-        for entry in whole:
+        for entry in self.places[0]:
             target, step = entry.view(w), lr * scale(entry)
             if goes_on:
                 target.sub_(entry.view(state["u"]), alpha=step)
                 continue
-            turned = orthogonal(matrices(ahead, entry), self.iterations)
-            u = turned / self.damped(matrices(root, entry))[1]
-            u *= _norm(turned) / (_norm(u) + TINY)
+            u = self.turned(matrices(ahead, entry), matrices(seen.root, entry))
             u = u.reshape(target.shape)
             if self.refresh > 1:
                 entry.view(state["u"]).copy_(u)
             target.sub_(u, alpha=step)
-        for place in embeddings:
-            self.divided(w, m, root, [place], lr * self.embedding_lr)
-        if vectors:
-            self.divided(w, m, root, vectors, lr * self.plain_lr)
+        self.move_rest(w, seen, lr)
 
     def goes_on(self, state: State) -> bool:
         """Along the last u; `steps_left` counts the steps until the next."""
@@ -144,60 +64,15 @@ class Spectral(Fitted):
         left.sub_(1)
         return goes_on
 
-    def shortening(self, g: Tensor, state: State) -> Tensor:
-        """What each gradient is multiplied by (C, 1): 1, unless it explodes. The first of all may
-        have any length."""
-        assert self.clip_relative is not None
-        m, P = state["m"] / state["m_mass"], state["P"].sum(-1, keepdim=True) / state["P_mass"]
-        expected = (P + m.square().sum(-1, keepdim=True)).sqrt_()
-        share = self.clip_relative * expected / torch.linalg.vector_norm(g, dim=-1, keepdim=True)
-        return torch.where(expected > 0, share.clamp_(max=1), 1.0)
-
-    def divided(self, w: Tensor, m: Tensor, root: Tensor, places: list[slice], lr: float) -> None:
-        """w -= lr * m / (sqrt(P) + tau_relative*r) there, r over all of these places."""
-        r, damped = self.damped(torch.cat([root[:, p] for p in places], 1).unsqueeze(1))
-        divisor = torch.where(r > 0, r * damped, TAU).squeeze(1)
-        sizes = [place.stop - place.start for place in places]
-        for place, own in zip(places, divisor.split(sizes, 1), strict=True):
-            w[:, place].sub_(m[:, place] / own, alpha=lr)
-
-    def damped(self, root: Tensor) -> tuple[Tensor, Tensor]:
-        """r, and sqrt(P)/r + tau_relative, for each of (C, rows, columns)."""
-        r = root.square().mean((-2, -1), keepdim=True).sqrt_()
-        return r, root / torch.where(r > 0, r, 1.0) + self.tau_relative
-
     def in_c(self) -> str | None:
         whole, embeddings, vectors = self.places
         assert self.layout is not None
         large = self.layout.size > MOST or any(min(shape(entry)) > LARGEST for entry in whole)
         if large or not all(map(by_rows, whole)):
             return None
-        lines = [
-            f"const real beta1 = {self.beta1!r}, beta2 = {self.beta2!r};",
-            f"const real new1 = {1 - self.beta1!r}, new2 = {1 - self.beta2!r};",
-            "static _Thread_local real ahead[SIZE];",
-            "real shorter = 1, r;",
-        ]
-        if self.clip_relative is not None:
-            lines += [
-                "const double expected = sqrt(total(P, SIZE) / P_mass[0] +",
-                "                             squares(m, SIZE) / (m_mass[0] * m_mass[0]));",
-                f"const double limit = {self.clip_relative!r} * expected / sqrt(squares(g, SIZE));",
-                "if (expected > 0) shorter = limit > 1 ? 1 : limit;",
-            ]
-        lines += [
-            "for (int64_t i = 0; i < SIZE; i++) {",
-            "    const real its = shorter * g[i];",
-            "    const real off = beta1 * (its - m[i]); /* its - m, once m has moved */",
-            "    m[i] = lerp(m[i], its, new1);",
-            "    P[i] = beta2 * P[i] + new2 * (off * off);",
-            "    ahead[i] = lerp(its, m[i], beta1);",
-            "}",
-            "m_mass[0] += new1 * (1 - m_mass[0]);",
-            "P_mass[0] += new2 * (1 - P_mass[0]);",
-            "const real step = lr / m_mass[0], share = 1 / P_mass[0];",
-        ]
-        return "\n    ".join(["", *lines, *self._matrices(whole), *self._rest(embeddings, vectors)])
+        lines = self.see_in_c("ahead", "lerp(its, m[i], beta1)")
+        rest = self.rest_in_c(embeddings, vectors)
+        return "\n    ".join(["", *lines, *self._matrices(whole), *rest])
 
     def _matrices(self, whole: list[Entry]) -> Iterator[str]:
         """In C."""
@@ -223,38 +98,3 @@ class Spectral(Fitted):
             yield "}"
             yield f"r = {scale(entry)!r} * lr;"
             yield f"for (int64_t i = {at}; i < {at + size}; i++) w[i] -= r * u[i];"
-
-    def _rest(self, embeddings: list[slice], vectors: list[slice]) -> Iterator[str]:
-        """In C."""
-        groups = [([place], self.embedding_lr) for place in embeddings]
-        for places, factor in [*groups, (vectors, self.plain_lr)]:
-            sizes = [place.stop - place.start for place in places]
-            if not sum(sizes):
-                continue
-            pairs = [*zip(places, sizes, strict=True)]
-            sums = " + ".join(f"(double)total(P + {p.start}, {size})" for p, size in pairs)
-            yield f"r = SQRT(share * (({sums}) / {sum(sizes)}));"
-            for p, size in pairs:
-                here = f"m + {p.start}, share, P + {p.start}, {self.tau_relative!r}, r"
-                yield f"along({size}, {factor!r} * step, {here}, w + {p.start});"
-
-
-def shape(entry: Entry) -> tuple[int, int]:
-    """Of a weight as a matrix: rows, columns."""
-    return entry.shape[0], math.prod(entry.shape[1:])
-
-
-def by_rows(entry: Entry) -> bool:
-    """Its rows lie one behind another, whatever the order inside them."""
-    rows, columns = shape(entry)
-    return rows == 1 or entry.stride[0] == columns
-
-
-def scale(entry: Entry) -> float:
-    rows, columns = shape(entry)
-    return math.sqrt(max(1.0, rows / columns))
-
-
-def _norm(matrix: Tensor) -> Tensor:
-    found: Tensor = torch.linalg.matrix_norm(matrix, keepdim=True)
-    return found
