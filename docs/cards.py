@@ -111,7 +111,8 @@ def machine(runs: list[StoredRun]) -> str:
 def shared(name: str) -> tuple[dict[str, int], int]:
     """Exact bytes of a client's round, and of a vector of the model's weights."""
     algorithm = ALGORITHMS.get(name)(client_lr=0.1)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+    middle = torch.nn.BatchNorm1d(128) if "@norm" in algorithm.personal else torch.nn.ReLU()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), middle, torch.nn.Linear(128, 10))
     data = prefed.FederatedData([(torch.zeros(4, 64), torch.tensor([0, 1, 2, 3]))])
     run = prefed.Run(algorithm, model, data, prefed.Settings(rounds=1, local_steps=STEPS))
     size = sum(p.nbytes for p in model.parameters())

@@ -26,10 +26,11 @@ from prefed.experiments.plans import Planned
 from prefed.experiments.run_directory import execute
 from prefed.experiments.stored_runs import load_run
 from tests.helpers.commands import prefed_here
+from tests.helpers.problems import WITHOUT_NORMS
 from tests.helpers.run_folders import StopAfter, fingerprint, small
 
 VARIANTS = [
-    *((name, []) for name in prefed.ALGORITHMS.names()),
+    *((name, []) for name in WITHOUT_NORMS),
     ("prefed", ["momentum=keep"]),
     ("prefed", ["momentum=reset", "bias_correction=true"]),
     ("fedadam", ["bias_correction=true"]),

@@ -10,7 +10,6 @@ import tomli_w
 import torch
 from flwr.app import Message
 
-import prefed
 from prefed.core.errors import Diverged, PrefedError, RunFailed
 from prefed.experiments.stored_runs import load_run
 from prefed.flower import protocol as p
@@ -27,9 +26,9 @@ from tests.helpers.federation import (
     told_by_all,
     without,
 )
-from tests.helpers.problems import local
+from tests.helpers.problems import WITHOUT_NORMS, local
 
-ON_FLOWER = [n for n in prefed.ALGORITHMS.names() if n != "prefedsync"]
+ON_FLOWER = [n for n in WITHOUT_NORMS if n != "prefedsync"]
 VARIANTS: list[dict[str, Any]] = [
     *({"name": name} for name in ON_FLOWER),
     {"name": "prefed", "momentum": "keep"},

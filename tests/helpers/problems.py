@@ -15,6 +15,9 @@ SIZES = (5, 4, 3)
 """Inputs, hidden units, classes."""
 CLIENT_SIZES = (7, 12, 4, 9, 15, 6)
 
+WITHOUT_NORMS = [name for name in prefed.ALGORITHMS.names() if name != "fedbn"]
+"""The algorithms that train models without normalisation layers."""
+
 Pair = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 

@@ -16,13 +16,11 @@ from prefed.training.engines.vectorised import Vectorised
 from prefed.training.keyed_dropout import KeyedDropout, dropout, keys
 from prefed.training.mean import Mean
 from tests.helpers.engine_runs import Net, batchnorm, chain, run, same
-from tests.helpers.problems import SIZES, tiny_data
-
-NAMES = prefed.ALGORITHMS.names()
+from tests.helpers.problems import SIZES, WITHOUT_NORMS, tiny_data
 
 
 @pytest.mark.parametrize("model", [chain(), Net().double()], ids=["chain", "vmap"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITHOUT_NORMS)
 def test_vectorised_equals_sequential_in_float64(name: str, model: nn.Module) -> None:
     """10 rounds with unequal clients, partial participation and dropout."""
     same(run(name, model, "sequential"), run(name, model, "vectorised"), 1e-9)

@@ -17,7 +17,6 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import prefed
 from prefed.experiments.config import load
 from prefed.flower import protocol as p
 from prefed.flower.arrivals import Arrivals
@@ -28,9 +27,9 @@ from prefed.training.messages import Message, receive, upload
 from prefed.training.round import Server
 from prefed.training.run import Simulation
 from tests.helpers.federation import CONFIG
-from tests.helpers.problems import local
+from tests.helpers.problems import WITHOUT_NORMS, local
 
-ALGORITHMS = [n for n in prefed.ALGORITHMS.names() if n != "prefedsync"]
+ALGORITHMS = [n for n in WITHOUT_NORMS if n != "prefedsync"]
 CLIENT, ROUND = 3, 0
 NAN, INF = float("nan"), float("inf")
 

@@ -20,11 +20,11 @@ from prefed.experiments.config import load
 from prefed.training import batches
 from prefed.training.engines.vectorised import Vectorised
 from tests.helpers.engine_runs import Net, batchnorm, chain, run, same
-from tests.helpers.problems import CLIENT_SIZES, tiny_data, tiny_model
+from tests.helpers.problems import CLIENT_SIZES, WITHOUT_NORMS, tiny_data, tiny_model
 from tests.helpers.run_folders import small, whole_and_resumed
 
 EPOCHS: dict[str, Any] = {"local_steps": None, "local_epochs": 2, "rounds": 6}
-ALONE = [name for name in prefed.ALGORITHMS.names() if name != "prefedsync"]
+ALONE = [name for name in WITHOUT_NORMS if name != "prefedsync"]
 
 
 def settings(**options: Any) -> prefed.Settings:

@@ -30,10 +30,9 @@ from prefed.training.engines.native_program import Program, pointer
 from prefed.training.engines.native_writing import Vectors
 from tests.helpers.engine_runs import batchnorm, run, same
 from tests.helpers.native_gradients import compare
-from tests.helpers.problems import SIZES, tiny_data
+from tests.helpers.problems import SIZES, WITHOUT_NORMS, tiny_data
 
 pytestmark = pytest.mark.process
-NAMES = prefed.ALGORITHMS.names()
 
 
 def relus(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -83,7 +82,7 @@ def pictures(dtype: torch.dtype = torch.float64) -> prefed.FederatedData:
     return prefed.FederatedData(clients, test=clients[0])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITHOUT_NORMS)
 def test_every_algorithm_in_float64(name: str) -> None:
     same(run(name, relus(), "sequential"), run(name, relus(), "native"), 1e-9)
 

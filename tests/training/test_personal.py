@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import prefed
 from prefed.core.flat_model import personal_names
 from prefed.experiments.config import load
+from prefed.models.lora import Adapted
+from tests.helpers.adapters import adapted, base
 from tests.helpers.oracles.modules import check_same, federated
 from tests.helpers.problems import SIZES, tiny_data
 from tests.helpers.run_folders import whole_and_resumed
@@ -159,11 +162,87 @@ def test_names() -> None:
     net = conv_net()
     assert personal_names(net, ["@norm"]) == ["2.weight", "2.bias", "5.weight", "5.bias"]
     assert personal_names(net, ["@last", "1.b*"]) == ["1.bias", "6.weight", "6.bias"]
-    assert personal_names(mlp(), ["@norm"]) == []
+    for names in (["@norm"], ["@norm", "@last"]):
+        with pytest.raises(prefed.PrefedError, match=r"'@norm' finds no .* there are 0\.weight,"):
+            personal_names(mlp(), names)
     with pytest.raises(prefed.PrefedError, match=r"personal: 'head' names no .* it has 0\.weight,"):
         personal_names(mlp(), ["head"])
     with pytest.raises(prefed.PrefedError, match="share some"):
         personal_names(mlp(), ["*"])
+
+
+class TinyRMSNorm(nn.Module):
+    """As models of Hugging Face have it: torch's class is not among its bases."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt() * self.weight
+
+
+class LayerNorm2d(TinyRMSNorm):
+    pass
+
+
+class Unlike(LayerNorm2d):
+    pass
+
+
+@pytest.mark.parametrize("norm", [TinyRMSNorm, LayerNorm2d, Unlike, nn.RMSNorm])
+def test_normalisation_layers_by_their_names(norm: type[nn.Module]) -> None:
+    model = mlp()
+    model[1] = norm(6).double()
+    result = simulate(prefed.FedBN(client_lr=LR), model, clients_per_round=None)
+    kept = [result.client_model(client).state_dict() for client in range(6)]
+    assert not torch.equal(kept[0]["1.weight"], kept[1]["1.weight"])
+    assert torch.equal(kept[0]["0.weight"], kept[1]["0.weight"])
+
+
+def test_norms_that_are_frozen_or_have_statistics_alone() -> None:
+    """Frozen ones would be FedAvg; without parameters there may be statistics that stay."""
+    frozen = conv_net()
+    frozen[5] = nn.Identity()
+    frozen[2].requires_grad_(False)
+    assert personal_names(frozen, ["@norm"]) == []
+    frozen[2] = nn.GroupNorm(2, 4).requires_grad_(False)
+    with pytest.raises(prefed.PrefedError, match="no normalisation layer that is trained"):
+        personal_names(frozen, ["@norm"])
+
+
+def test_the_last_layer_with_parametrizations() -> None:
+    model = mlp()
+    weight_norm(model[4])
+    names = personal_names(model, ["@last"])
+    assert names == [name for name, _ in model.named_parameters() if name[0] == "4"]
+    assert "4.bias" in names
+    result = simulate(prefed.FedPer(client_lr=LR), model, clients_per_round=None)
+    kept = [result.client_model(client).state_dict() for client in (0, 1)]
+    same = {name for name in kept[0] if torch.equal(kept[0][name], kept[1][name])}
+    assert same == {name for name in kept[0] if name[0] != "4"}
+
+
+def test_a_last_layer_that_is_none() -> None:
+    tied = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 6), nn.Linear(6, 7, bias=False))
+    tied[2].weight = tied[0].weight
+    with pytest.raises(prefed.PrefedError, match=r"'@last' would be 2, which shares 2\.weight"):
+        personal_names(tied, ["@last"])
+    assert personal_names(tied, ["1.*"]) == ["1.weight", "1.bias"]
+    model = nn.Sequential(Adapted(nn.Linear(6, 6), 2, 4.0), nn.Linear(6, 3))
+    assert personal_names(model, ["@last"]) == ["1.weight", "1.bias"]
+    with pytest.raises(prefed.PrefedError, match=r"0\.lora_B, a part of an adapter"):
+        personal_names(model[:1], ["@last"])
+
+
+def test_heads_of_hugging_face() -> None:
+    model = adapted()
+    assert all("classifier" in name for name in personal_names(model, ["@last"]))
+    with pytest.raises(prefed.PrefedError, match="no normalisation layer that is trained"):
+        personal_names(model, ["@norm"])
+    norms = personal_names(base(), ["@norm"])
+    assert len(norms) == 10
+    assert all("LayerNorm" in name for name in norms)
 
 
 @pytest.mark.parametrize(("algorithm", "what"), [

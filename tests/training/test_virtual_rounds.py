@@ -20,7 +20,7 @@ from prefed.training.clock import Clock
 from prefed.training.local_trainer import LocalTrainer
 from tests.helpers.engine_runs import batchnorm, chain, run, same
 from tests.helpers.oracles.timed_round import Asked, timed_round
-from tests.helpers.problems import CLIENT_SIZES, tiny_data, tiny_model
+from tests.helpers.problems import CLIENT_SIZES, WITHOUT_NORMS, tiny_data, tiny_model
 from tests.helpers.run_folders import small, whole_and_resumed
 
 CONSTANT = {"steps_per_second": 100.0, "up": 1e6, "down": 4e6, "latency": 0.05}
@@ -233,7 +233,7 @@ def test_with_too_few_answers_the_model_stays_and_time_passes() -> None:
 # ------------------------------------------------------------------------------ partial work
 
 SLOW = {"steps_per_second": LOGNORMAL, "deadline": 0.25, "partial_work": True}
-ALONE = [name for name in prefed.ALGORITHMS.names() if name != "prefedsync"]
+ALONE = [name for name in WITHOUT_NORMS if name != "prefedsync"]
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -35,7 +35,7 @@ class FedRep(FedPer):
 @ALGORITHMS.register("fedbn")
 class FedBN(FedAvg):
     """Li et al. 2021: normalisation layers stay with the client, with their statistics. A model
-    without such layers is trained by FedAvg."""
+    without such layers is refused."""
 
     personal: tuple[str, ...] = ("@norm",)
     statistics: Literal["average", "keep", "reset"] = "keep"

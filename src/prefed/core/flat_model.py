@@ -9,6 +9,7 @@ Of the buffers, the statistics (buffers.py) form a second vector, which is never
 Parameters that stay with each client come last: what the server has is the first part.
 """
 
+import re
 from collections.abc import Collection, Sequence
 
 import torch
@@ -22,6 +23,9 @@ from prefed.core.layout import Layout
 from prefed.core.patterns import named
 
 NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+NORM_NAMES = re.compile(r"norm(\dd)?$", re.IGNORECASE)
+ADAPTERS = re.compile(r"(^|\.)((lora|hada|lokr|vera|ia3|b?oft)_|prompt_encoder\.)")
+"""Names of PEFT, and of our own LoRA."""
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
@@ -38,24 +42,68 @@ def personal_names(module: nn.Module, patterns: Sequence[str]) -> list[str]:
     """The trainable parameters that patterns name; "@norm" stands for those of normalisation
     layers, "@last" for those of the last layer that has any."""
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    norms = {owner for owner, layer in module.named_modules() if isinstance(layer, NORMS)}
+    trained = {_owner(name) for name in names}
+    norms = {
+        owner
+        for owner, layer in module.named_modules()
+        if _is_norm(layer)
+        and (owner in trained or getattr(layer, "running_mean", None) is not None)
+    }
+    if "@last" in patterns:
+        _check_last(module, names)
     return named_by(patterns, names, norms)
 
 
 def named_by(patterns: Sequence[str], names: Sequence[str], norms: Collection[str]) -> list[str]:
-    """The same, where only the names of parameters and normalisation layers are known."""
-    owners = {name: name.rpartition(".")[0] for name in names}
+    """The same, where only the names of parameters are known, and those of the normalisation layers
+    that have any or that have statistics, which may stay as well."""
+    owners = {name: _owner(name) for name in names}
     found: set[str] = set()
     for pattern in patterns:
         if pattern == "@norm":
+            if not norms:
+                raise PrefedError(
+                    f"personal: '@norm' finds no normalisation layer that is trained; name the "
+                    f"parameters that are to stay (a Flower server tells such layers by their "
+                    f"running statistics alone), or take FedAvg; there are {', '.join(names)}"
+                )
             found |= {name for name in names if owners[name] in norms}
-        elif pattern == "@last":
+        elif pattern == "@last" and names:
+            if ADAPTERS.search(names[-1]):
+                raise PrefedError(
+                    f"personal: '@last' would be {names[-1]}, a part of an adapter; name the "
+                    f'parameters that are to stay, as "*lora_B*" for one factor of each adapter'
+                )
             found |= {name for name in names if owners[name] == owners[names[-1]]}
         else:
             found.update(named("personal", pattern, names))
     if found and len(found) == len(names):
         raise PrefedError("personal: all parameters would stay with the clients; share some")
     return [name for name in names if name in found]
+
+
+def _owner(name: str) -> str:
+    """The layer of a parameter: torch's parametrizations of it are modules inside the layer."""
+    layer, inside, _ = f".{name}".partition(".parametrizations.")
+    return layer[1:] if inside else name.rpartition(".")[0]
+
+
+def _is_norm(layer: nn.Module) -> bool:
+    """Many models have classes of their own, such as LlamaRMSNorm and T5LayerNorm."""
+    kinds = type(layer).__mro__
+    return isinstance(layer, NORMS) or any(NORM_NAMES.search(kind.__name__) for kind in kinds)
+
+
+def _check_last(module: nn.Module, names: Sequence[str]) -> None:
+    """A last layer that shares its weights with another has not got them under its own name."""
+    every = module.named_parameters(remove_duplicate=False)
+    last = [name for name, parameter in every if parameter.requires_grad]
+    other = [n for n in last if _owner(n) == _owner(last[-1]) and n not in names]
+    if other:
+        raise PrefedError(
+            f"personal: '@last' would be {_owner(other[0])}, which shares {other[0]} with another "
+            f"layer; name the parameters that are to stay; there are {', '.join(names)}"
+        )
 
 
 EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
