@@ -28,7 +28,7 @@ from prefed.core.losses import by_targets, make_loss, tensor_of
 from prefed.data.samples import wide
 from prefed.flower import protocol as p
 from prefed.flower.kept_state import KeptState, state_directory
-from prefed.flower.strategy_message import Asked, Order
+from prefed.flower.strategy_message import Asked
 from prefed.flower.wire import pack
 from prefed.optim import Covariance, new_mass
 from prefed.rules import Covariance as CovarianceRule
@@ -70,13 +70,7 @@ def local_train(
     count = samples if samples is not None else sum(len(y) for _, y in steps)
     metrics = MetricRecord({p.SAMPLES: count, p.STEPS: len(steps), p.TRAINED: asked.round})
     flat, size = asked.load(model, algorithm)
-    order = Order(asked.shape.layout, flat.shared, _tied(model, flat.shared))
-    if asked.private and (others := order.untrained()):
-        raise PrefedError(
-            f"privacy: the server would add noise to {', '.join(others)}, which this model does "
-            f"not train under that name; leave frozen parameters out of its state dict, or name "
-            f"them in the strategy's buffers, and untie tied ones"
-        )
+    order = asked.order(algorithm, model, flat.shared)
     shared = asked.shared(algorithm)
     held = {n: order.to_model(v).to(flat.weights.device) for n, v in shared.items()}
     if asked.question:
@@ -85,6 +79,7 @@ def local_train(
     with torch.no_grad(), torch.random.fork_rng():
         some = batch.moved(batch.part(steps[0][0], slice(0, 2)), flat.weights.device)
         flat.buffers.watch(partial(batch.call, model), some)
+    asked.check_whole(flat)
     start = flat.weights.clone()
     server = Server(
         asked.round,
@@ -108,7 +103,8 @@ def local_train(
     flat.weights.copy_(start)[:size].add_(change)  # what stays here goes back as it came
     if algorithm.statistics != "average":
         flat.write_buffers(server.buffers, server.steps)
-    reply = RecordDict({"arrays": ArrayRecord(_plain(model.state_dict()))})
+    asked_for = {n: value for n, value in model.state_dict().items() if n in asked.arrays}
+    reply = RecordDict({"arrays": ArrayRecord(_plain(asked_for))})
     if shared:
         sent = {n: v for n, v in shared.items() if n in update.values}
         back = {n: order.to_server(update.values[n][0].cpu(), v) for n, v in sent.items()}
@@ -148,36 +144,28 @@ def _kept(
     return first, {n: v.to(flat.weights.device) for n, v in (found or {}).items()}
 
 
-def _tied(model: nn.Module, layout: Layout) -> dict[str, str]:
-    """More names of the parameters in the layout, and those that they have there."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    found = {name: names[id(p)] for name, p in every if names[id(p)] != name}
-    known = {entry.name for entry in layout.entries}
-    return {other: name for other, name in found.items() if name in known}
-
-
 def load_state(message: Message, model: nn.Module, optimiser: Covariance) -> None:
     """Give the optimiser the m and P that the server sent; what it did not send begins at zero. Its
     options have to be those of the strategy."""
     asked = Asked(message.content)
     held, algorithm = asked.vectors(), asked.algorithm()
     rule = algorithm.client_rule()
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if held:
+        asked.order(algorithm, model, Layout.of(trained))
     if held and isinstance(rule, CovarianceRule):
         _compare(rule, algorithm.weight_decay, optimiser)
     views = {n: asked.shape.layout.views(v) for n, v in held.items() if n in ("m", "P")}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            state: dict[str, Any] = optimiser.state[parameter]
-            for field in ("m", "P"):
-                found = views.get(field, {}).get(name)
-                state[field] = torch.zeros_like(parameter)
-                if found is not None:
-                    state[field].copy_(found)
-            for mass in rule.masses() if isinstance(rule, CovarianceRule) else ():
-                state[mass] = new_mass(parameter)
-                if mass in held:
-                    state[mass].copy_(held[mass])
+    for name, parameter in trained:
+        state: dict[str, Any] = optimiser.state[parameter]
+        for field in ("m", "P"):
+            state[field] = torch.zeros_like(parameter)
+            if field in views:
+                state[field].copy_(views[field][name])
+        for mass in rule.masses() if isinstance(rule, CovarianceRule) else ():
+            state[mass] = new_mass(parameter)
+            if mass in held:
+                state[mass].copy_(held[mass])
 
 
 def _compare(rule: CovarianceRule, weight_decay: float, optimiser: Covariance) -> None:

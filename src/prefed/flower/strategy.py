@@ -205,6 +205,7 @@ class Strategy(FlowerStrategy):
             p.PERSONAL: self._begun.shape.personal,
             p.AFTER: self.after.get(client, NEVER),
             p.PRIVATE: self.privacy is not None,
+            p.MEAN: self.means.by_distance(bool(self._begun.state.shared)),
         }
         return ConfigRecord({**config, **ours})
 

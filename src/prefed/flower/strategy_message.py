@@ -21,6 +21,12 @@ from prefed.training.admission import broadcast
 from prefed.training.checks import check_parts
 from prefed.training.server_state import Server
 
+NAMES = (
+    "send arrays under the model's own names: model.state_dict(), or, of a model that is frozen in "
+    "part, {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}, with the "
+    "buffers that training changes"
+)
+
 
 class Asked:
     """A strategy's message, taken apart."""
@@ -33,6 +39,7 @@ class Asked:
         self.arrays, (self.config,) = arrays[0], configs
         self.state = content.get(p.STATE, ArrayRecord())
         self.private = bool(self.config.get(p.PRIVATE, False))
+        self.mean = str(self.config.get(p.MEAN, ""))
         self.question = bool(self.config.get(p.QUESTION, False))
         self.round = int(self.config["server-round"]) - 1  # type: ignore[arg-type]
         self.after = int(self.config.get(p.AFTER, NEVER))  # type: ignore[arg-type]
@@ -40,9 +47,15 @@ class Asked:
         self.shape = StateDict(self.arrays, list(buffers), [escape(name) for name in personal])
 
     def load(self, model: nn.Module, algorithm: Algorithm) -> tuple[FlatModel, int]:
-        """The model with the arrays, as flat vectors, and the size of the part that is shared."""
-        model.load_state_dict(self.arrays.to_torch_state_dict())
+        """The model with the arrays, as flat vectors, and the size of the part that is shared.
+        What nobody trains may be left out of the arrays: the model has it."""
+        found = model.load_state_dict(self.arrays.to_torch_state_dict(), strict=False)
+        if found.unexpected_keys:
+            raise PrefedError(
+                f"initial_arrays: the model has no {found.unexpected_keys[0]!r}; {NAMES}"
+            )
         flat = FlatModel(model.train(), algorithm.personal)
+        self.check_whole(flat)
         check_parts(algorithm, flat)
         trained = {entry.name for entry in flat.layout.entries}
         stay = trained - {entry.name for entry in flat.shared.entries}
@@ -53,6 +66,38 @@ class Asked:
                 f"and @last"
             )
         return flat, flat.shared.size
+
+    def check_whole(self, flat: FlatModel) -> None:
+        """Raise if what training changes is missing from the arrays."""
+        changing = [*(entry.name for entry in flat.layout.entries), *flat.buffers.changing]
+        if missing := [name for name in changing if name not in self.arrays]:
+            raise PrefedError(
+                f"initial_arrays: they lack {', '.join(missing)}, which training changes; {NAMES}"
+            )
+
+    def order(self, algorithm: Algorithm, model: nn.Module, layout: Layout) -> "Order":
+        """From the server's vectors to those of this layout of the model; refused if the server
+        would count what the model does not train."""
+        order = Order(self.shape.layout, layout, _tied(model, layout))
+        others, twice = order.untrained(), [n for n in order.untrained() if n in order.tied]
+        leave = "leave frozen parameters, and second names of tied ones, out of initial_arrays"
+        if self.private and others:
+            raise PrefedError(
+                f"privacy: the server would add noise to {', '.join(others)}, which this model "
+                f"does not train under that name; {leave}"
+            )
+        if others and not algorithm.server_rule().in_parts:
+            raise PrefedError(
+                f"{type(algorithm).__name__}: with these options the server's step is worked out "
+                f"of all weights together, and it would count {', '.join(others)}, which this "
+                f"model does not train under that name; {leave}"
+            )
+        if self.mean and twice:
+            raise PrefedError(
+                f"{self.mean}: the distances between clients would count {', '.join(twice)}, which "
+                f"are tied to other weights of this model, once more; {leave}"
+            )
+        return order
 
     def algorithm(self) -> Algorithm:
         options = json.loads(str(self.config[p.ALGORITHM]))
@@ -104,6 +149,15 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
+def _tied(model: nn.Module, layout: Layout) -> dict[str, str]:
+    """More names of the parameters in the layout, and those that they have there."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    found = {name: names[id(p)] for name, p in every if names[id(p)] != name}
+    known = {entry.name for entry in layout.entries}
+    return {other: name for other, name in found.items() if name in known}
+
+
 class Order:
     """From the server's vector, in the order of the state dict, to the model's and back. The model
     may have frozen parameters, which it does not train, tied ones, which the state dict has under
@@ -115,7 +169,10 @@ class Order:
         shapes = {entry.name: entry.shape for entry in server.entries}
         for entry in model.entries:
             if shapes.get(entry.name) != entry.shape:
-                raise PrefedError(f"the arrays of the server do not fit the model: {entry.name}")
+                raise PrefedError(
+                    f"the arrays of the server do not fit the model: {entry.name}, which is "
+                    f"trained, should be parameters {[*entry.shape]} there; {NAMES}"
+                )
         self.same = server == model
 
     def to_model(self, vector: Tensor) -> Tensor:
@@ -147,8 +204,9 @@ class Order:
     def _only_vectors(self, vector: Tensor) -> None:
         if tuple(vector.shape) != (self.server.size,):
             others = ", ".join(self.untrained())
+            ask = f"; not trained under their names: {others}; leave them out of initial_arrays"
             raise PrefedError(
                 'state that is not one number for each weight (shape="full", the means of '
                 "FedAdamW) needs a model without frozen or tied parameters, in the memory layout "
-                f"of the server's{others and f'; not trained under their names: {others}'}"
+                f"of the server's{others and ask}"
             )

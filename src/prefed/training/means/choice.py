@@ -85,6 +85,15 @@ class Means:
     def is_plain(self) -> bool:
         return self.weights.rule.is_plain and self.state.rule.is_plain
 
+    def by_distance(self, shares: bool) -> str:
+        """The option whose rule takes a client's numbers together, or nothing.
+
+        shares   clients share optimiser state
+        """
+        both = {"mean": self.weights.rule} | ({"state_mean": self.state.rule} if shares else {})
+        found = (key for key, rule in both.items() if not (rule.is_plain or rule.by_coordinate))
+        return next(found, "")
+
     def collect(
         self,
         algorithm: Algorithm,
