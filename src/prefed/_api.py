@@ -60,8 +60,8 @@ __all__ = [
     "FedAdagrad", "FedAdam", "FedAdamW", "FedAvg", "FedAvgM", "FedBN", "FedCM", "FedLADA",
     "FedLion", "FedMuon", "FedNova", "FedPAC", "FedPM", "FedPer", "FedProx", "FedRep", "FedYogi",
     "FederatedData", "Field", "Interrupted", "LocalAdam", "MimeLite", "Pair", "Partition",
-    "PreFed", "PreFedC", "PreFedCLite", "PreFedLite", "PreFedM", "PreFedMLite", "PreFedOpt", "PreFedS", "PreFedSLite",
-    "PreFedSync", "PrefedError",
-    "Privacy", "Rate", "Result", "Rule", "Run", "Settings", "Simulation", "average",
+    "PreFed", "PreFedC", "PreFedCLite", "PreFedLite", "PreFedM", "PreFedMLite", "PreFedOpt",
+    "PreFedS", "PreFedSLite", "PreFedSync", "PrefedError", "Privacy", "Rate", "Result",
+    "Rule", "Run", "Settings", "Simulation", "average",
     "derived", "keep", "load", "load_runs", "optim", "reset", "schedule", "simulate", "to_pandas",
 ]  # fmt: skip

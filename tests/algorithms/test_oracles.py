@@ -179,10 +179,20 @@ CASES["prefeds"] = [
     *grid(refresh=[2, 3], plain=[(), ("0.*",)]),
 ]
 CASES["prefedslite"] = [{"upload": "exact", "m_codec": "exact", "P_codec": "exact"}]
-FIRST_CASE = {"prefedlite", "prefedmlite", "prefedslite", "fedpac"}
+CASES["prefedc"] = [
+    {},
+    {"beta1": 0.0, "client_lr": 0.01},  # P is zero
+    *grid(tau_relative=[0.1, 1.0], beta1=[0.5, 0.95], beta2=[0.9, 0.999]),
+    *grid(own_lr=[0.0, 0.5], mean_of_rounds=[None, 2.5]),
+    *grid(iterations=[0, 3], plain_lr=[0.1, 0.5], server_lr=[1.0, 0.3]),
+    *grid(plain=[("0.*",), ("0.*", "2.*")], embedding_lr=[0.3, 1.0]),
+    *grid(clip_relative=[None, 0.5], beta1=[0.5, 0.95]),
+]
+CASES["prefedclite"] = [{"upload": "exact", "m_codec": "exact", "P_codec": "exact"}]
+FIRST_CASE = {"prefedlite", "prefedmlite", "prefedslite", "prefedclite", "fedpac"}
 """Not with their defaults: of codecs; and of SOAP's tau, 1e-8, over which a step of rounding errors
 goes where the gradient is 0, as it is along equal scores of all classes."""
-BY_TENSOR = {"fedmuon", "fedpac", "prefeds", "prefedslite"}
+BY_TENSOR = {"fedmuon", "fedpac", "prefeds", "prefedslite", "prefedc", "prefedclite"}
 """They treat matrices and vectors differently."""
 ALIGNED = grid(align=[0.3], align_form=["added", "mixed"], decoupled_weight_decay=[0.0, 0.1])
 ANY_CLIENT = [*grid(clip_norm=[None, 0.3], weight_decay=[0.0, 0.05])[1:], *ALIGNED]

@@ -48,7 +48,7 @@ def attacked(
     sent.setdefault("m", torch.zeros_like(sent["P"]))  # reset: known to everybody
     uploads = []
     for client in range(len(samples)):
-        ((_, update),) = trainer._updates(run.server, [client])
+        (update,) = trainer._updates(run.server, [client], lambda _, update: update)
         uploads.append({name: value[0].clone() for name, value in update.values.items()})
     known = {n: v.clone() for n, v in sent.items()}
     return Victims(model, samples, known, uploads, algorithm, run.server)

@@ -41,7 +41,7 @@ def test_fedavg_is_flower_s_central_dp_with_the_same_clip_and_noise() -> None:
     start = flat(one.server.weights).copy()
     one.prepare()
     models = []
-    for _, update in one.trainer._updates(one.server, [*range(6)]):  # type: ignore[attr-defined]
+    for update in one.trainer._updates(one.server, [*range(6)], lambda _, u: u):  # type: ignore[attr-defined]
         models += [[start + row] for row in flat(update.values["weights"])]
     for model in models:
         theirs.compute_clip_model_update(model, [start], clip)

@@ -21,6 +21,8 @@ RATES = {
     "prefedmlite": 0.005,
     "prefeds": 0.02,
     "prefedslite": 0.02,
+    "prefedc": 0.02,
+    "prefedclite": 0.02,
     "localadam": 0.005,
     "fedmuon": 0.02,
     "fedpac": 0.005,

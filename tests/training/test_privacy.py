@@ -251,7 +251,7 @@ def test_no_codec_carries_a_client_past_the_clip() -> None:
     trainer = local(run)
     for _ in range(3):
         run.run_round()
-        for _, update in trainer._updates(run.server, [0, 1, 2]):
+        for update in trainer._updates(run.server, [0, 1, 2], lambda _, update: update):
             norms = torch.linalg.vector_norm(update.values["weights"], dim=1)
             assert 0 < float(norms.max()) <= 0.01
 

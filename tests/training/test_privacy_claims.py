@@ -27,7 +27,7 @@ def upload(client: int, steps: int, **options: Any) -> dict[str, torch.Tensor]:
     if client < 0:
         simulation.run_round()
         return simulation.server.shared
-    ((_, update),) = local(simulation)._updates(simulation.server, [client])
+    (update,) = local(simulation)._updates(simulation.server, [client], lambda _, u: u)
     return {name: value[0].clone() for name, value in update.values.items()}
 
 

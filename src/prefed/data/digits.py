@@ -10,6 +10,7 @@ from prefed.data.images import Divide
 
 LARGEST = 16
 """Value of a pixel."""
+to_unit_range = Divide(LARGEST)
 
 
 @DATASETS.register("digits")
@@ -20,4 +21,4 @@ def digits() -> Dataset:
     order = draws.generator(0, "digits").permutation(len(arrays["y"]))
     x = torch.from_numpy(arrays["x"][order]).unsqueeze(1)
     y = torch.from_numpy(arrays["y"][order].astype(np.int64))
-    return Dataset(x[360:], y[360:], (x[:360], y[:360]), Divide(LARGEST), scale=LARGEST)
+    return Dataset(x[360:], y[360:], (x[:360], y[:360]), to_unit_range, scale=LARGEST)

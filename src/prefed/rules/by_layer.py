@@ -126,7 +126,7 @@ class ByLayer(Fitted):
             self.divided(w, seen.m, seen.root, vectors, lr * self.plain_lr)
 
     def turned(self, along: Tensor, root: Tensor) -> Tensor:
-        """`along`, matrices (C, rows, columns), made orthogonal, divided by sqrt(P) + tau and scaled
+        """Matrices (C, rows, columns) made orthogonal, divided by sqrt(P) + tau, and scaled
         to the norm that they had between the two."""
         turned = orthogonal(along, self.iterations)
         u: Tensor = turned / self.damped(root)[1]

@@ -106,12 +106,10 @@ class Common(ByLayer):
         for entry in whole:
             at, size = entry.offset, math.prod(entry.shape)
             yield f"r = SQRT(share * (total(P + {at}, {size}) / {size}));"
-            yield "{"
-            yield f"    const real its_lr = {scale(entry)!r} * lr, tau = {self.tau_relative!r} * r;"
-            yield f"    const real own_lr = r > 0 ? {self.own_share(entry)!r} : 0;"
-            yield f"    for (int64_t i = {at}; i < {at + size}; i++)"
-            yield "        w[i] -= its_lr * (u[i] + (r > 0 ? own_lr * apart[i] / (SQRT(share * P[i]) + tau) : 0));"
-            yield "}"
+            given = (
+                f"{self.own_share(entry)!r}, apart + {at}, share, P + {at}, {self.tau_relative!r}"
+            )
+            yield f"both({size}, {scale(entry)!r} * lr, u + {at}, {given}, r, w + {at});"
 
 
 class Known(NamedTuple):

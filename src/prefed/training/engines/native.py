@@ -54,6 +54,7 @@ def native(task: Task, data: FederatedData, settings: Settings) -> Engine:
     try:
         engine = Native(task, data, settings)
         if (reason := engine.why_not()) is None:
+            draws.compile_batches()
             return engine
     except NotNative as error:
         reason = str(error)
@@ -93,7 +94,6 @@ class Native(Vectorised):
         weights, size = task.flat.weights, settings.batch_size or len(first)
         self.program = Program(task.flat.module, task.flat.layout, self.shape, weights.dtype, size)
         self.scratch = self.program.scratch()
-        draws.compile_batches()
         self.one_client = weights.new_empty(0)
         """Memory for the vectors of a client that is taking its steps."""
         self.no_rules: set[str] = set()

@@ -41,3 +41,12 @@ static inline void along(int64_t size, real lr, const real *m, real share, const
     for (int64_t i = 0; i < size; i++)
         w[i] -= lr * m[i] / (r > 0 ? SQRT(share * P[i]) + (real)relative * r : (real)0.001);
 }
+
+/* w -= lr (u + own_lr x / (sqrt(P) + relative * r)); where r is zero, lr u. */
+static inline void both(int64_t size, real lr, const real *u, real own_lr, const real *x, real share, const real *P,
+                        double relative, real r, real *w)
+{
+    const real tau = (real)relative * r;
+    for (int64_t i = 0; i < size; i++)
+        w[i] -= lr * (r > 0 ? u[i] + own_lr * x[i] / (SQRT(share * P[i]) + tau) : u[i]);
+}
