@@ -111,8 +111,9 @@ class KeyedDropout(TorchFunctionMode):
         whole_features = _WHOLE_FEATURES.get(func)
         if whole_features is None:
             return func(*args, **kwargs)
-        x, p, training = _arguments(*args, **kwargs)
-        return self.drop(x, p, whole_features) if training else x
+        x, p, training, inplace = _arguments(*args, **kwargs)
+        found = self.drop(x, p, whole_features) if training else x
+        return x.copy_(found) if inplace and found is not x else found
 
     def drop(self, x: Tensor, p: float, whole_features: bool = False) -> Tensor:
         if p == 0:
@@ -127,7 +128,6 @@ def _arguments(
     training: bool = True,
     inplace: bool = False,
     train: bool | None = None,
-) -> tuple[Tensor, float, bool]:
-    """The arguments as F.dropout names them; torch.dropout says `train`. In place or not makes
-    no difference to what the model computes next."""
-    return input, p, training if train is None else train
+) -> tuple[Tensor, float, bool, bool]:
+    """The arguments as F.dropout names them; torch.dropout says `train`."""
+    return input, p, training if train is None else train, inplace

@@ -158,15 +158,18 @@ def _check_gradient(task: Task, x: Inputs, y: Tensor) -> None:
     own. A gradient that is 0 may be right, if there is one."""
     flat, devices = task.flat, [task.device] if task.device.type == "cuda" else []
     x, y = batch.joined([x, x]), torch.cat([y, y])  # BatchNorm wants more than one sample
+    versions = [leaf._version for leaf in leaves(x)]
     statistics = flat.read_buffers()
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         flat.module.train()
         with task.seeded(0):
             loss = task.loss(task.forward(x), y.to(task.device))
+        if versions != [leaf._version for leaf in leaves(x)]:  # in training alone
+            task.transform = _of_copies(task.transform)
         reached = loss.requires_grad
         if reached:
             flat.gradient.zero_()
-            loss.backward(retain_graph=True)
+            _refuse_recomputed_dropout(loss, KeyedDropout(keys([0], task.device)[0]))
             if not flat.gradient.any():
                 own = [p for p in flat.module.parameters() if p.requires_grad]
                 found = torch.autograd.grad(loss, own, allow_unused=True)
@@ -184,6 +187,21 @@ def _check_gradient(task: Task, x: Inputs, y: Tensor) -> None:
                 if script
                 else "look for detach(), no_grad() or .data on the way from them to the loss"
             )
+        )
+
+
+def _refuse_recomputed_dropout(loss: Tensor, mode: KeyedDropout) -> None:
+    """Go backward. A call of dropout that is repeated there cannot know which number it had."""
+    engine, ones = torch.autograd.Variable._execution_engine, torch.ones_like(loss)
+    how = {"allow_unreachable": True, "accumulate_grad": True}
+    with mode:  # which loss.backward() would not let see what is inside it
+        engine.run_backward((loss,), (ones,), True, False, (), **how)
+    if mode.calls:
+        raise PrefedError(
+            "model: its dropout is computed once more in the backward pass, as gradient "
+            "checkpointing does, with other masks than in the forward pass; turn checkpointing off "
+            "(model.gradient_checkpointing_disable() for Hugging Face's) and, where memory is "
+            "short, set micro_batch; or set dropout to 0"
         )
 
 
