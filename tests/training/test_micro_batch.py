@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,6 +44,90 @@ def test_targets_that_do_not_count() -> None:
         whole = weights(data, model, batch_size=None, loss=loss)
         parts = weights(data, model, batch_size=None, loss=loss, micro_batch=3)
         torch.testing.assert_close(parts, whole, rtol=0, atol=1e-10)
+
+
+def own_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, y)
+
+
+WEIGHT = torch.tensor([1.0, 5.0, 0.1], dtype=torch.float64)
+KNOWN = {
+    "module": nn.CrossEntropyLoss(),
+    "smooth": nn.CrossEntropyLoss(WEIGHT, ignore_index=2, label_smoothing=0.1),
+    "weights": partial(nn.functional.cross_entropy, weight=WEIGHT),
+    "weights of a module": nn.CrossEntropyLoss(WEIGHT),
+    "sum": nn.CrossEntropyLoss(reduction="sum"),
+    "sum by function": partial(nn.functional.cross_entropy, reduction="sum", weight=WEIGHT),
+    "sum of squares": partial(nn.functional.mse_loss, reduction="sum"),
+}
+
+
+def some_that_do_not_count(samples: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the last third nearly none."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 6, 4, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (samples, 6), generator=generator)
+    y[samples // 3 * 2 :, 1:] = -100
+    return x, y
+
+
+def reader() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3).double(), Last())
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_mean_of_every_cross_entropy(name: str) -> None:
+    """With weights of classes, with targets that do not count, and sums."""
+    x, y = some_that_do_not_count()
+    target = y if "squares" not in name else torch.randn(12, 3, 6, dtype=torch.float64)
+    if KNOWN[name] is KNOWN["smooth"]:
+        target = target.masked_fill(y < 0, 2)
+    data, common = prefed.FederatedData([(x, target)]), {"batch_size": None, "loss": KNOWN[name]}
+    whole = weights(data, reader(), **common)
+    parts = weights(data, reader(), **common, micro_batch=3)
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", [*KNOWN, "function", "probabilities"])
+def test_the_loss_of_a_test_set_in_several_batches(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = some_that_do_not_count()
+    target = y if "squares" not in name else torch.randn(12, 3, 6, dtype=torch.float64)
+    loss: Any = KNOWN.get(name, nn.functional.cross_entropy)
+    if loss is KNOWN["smooth"]:
+        target = target.masked_fill(y < 0, 2)
+    elif name == "probabilities":
+        target = torch.rand(12, 3, 6, dtype=torch.float64).softmax(1)
+    data = prefed.FederatedData([(x, target)], test=(x, target))
+    monkeypatch.setattr("prefed.training.task.EVALUATION_BATCH", 5)
+    result = prefed.simulate(
+        prefed.FedAvg(client_lr=0.01), reader(), data, rounds=1, local_steps=1, loss=loss
+    )
+    wanted = float(loss(result.model(x), target).detach())
+    assert result.history[-1]["test_loss"] == pytest.approx(wanted, abs=1e-12)
+
+
+def test_a_loss_that_is_no_mean_over_samples(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a function that nothing is known of it is tried."""
+    x, y = some_that_do_not_count()
+    data = prefed.FederatedData([(x, y)], test=(x, y))
+    with pytest.raises(prefed.PrefedError, match=r"^micro_batch, loss: .* leave micro_batch out"):
+        weights(data, reader(), loss=own_loss, micro_batch=3)
+    assert not caplog.records
+    monkeypatch.setattr("prefed.training.task.EVALUATION_BATCH", 5)
+    weights(data, reader(), loss=own_loss)
+    assert "test_loss: the loss is no mean over samples" in caplog.text
+    counting = (x, y.clamp(min=0))
+    caplog.clear()
+    data = prefed.FederatedData([counting], test=counting)
+    parts = weights(data, reader(), loss=own_loss, micro_batch=3)
+    whole = weights(data, reader(), loss=own_loss)
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-10)
+    assert not caplog.records
 
 
 class Last(nn.Module):

@@ -85,6 +85,33 @@ def test_the_whole_gradient(engine: str, together: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("way", ["module", "sum", "function"])
+def test_the_whole_gradient_where_targets_do_not_count_alike(
+    way: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces, of which the first has no target that counts."""
+    monkeypatch.setattr(other_gradients, "TOGETHER", 2)
+    weight = torch.tensor([1.0, 5.0, 0.1], dtype=torch.float64)
+    ways: dict[str, Any] = {
+        "module": nn.CrossEntropyLoss(weight),
+        "sum": nn.CrossEntropyLoss(weight, reduction="sum"),
+        "function": cross_entropy,
+    }
+    loss, model, clients = ways[way], tiny_model(), []
+    for client in range(2):
+        x, y = tiny_data().client(client).all()
+        clients.append((x, torch.where(torch.arange(len(y)) < 2, -100, y)))
+    data = prefed.FederatedData(clients)
+    settings: dict[str, Any] = {"rounds": 1, "local_steps": 1, "batch_size": None}
+    result = trained("whole", model, engine, data=data, loss=loss, **settings)
+    for client, kept in result.kept.items():
+        x, y = clients[client]
+        found = torch.autograd.grad(loss(model(x), y), list(model.parameters()))
+        wanted = torch.cat([g.flatten() for g in found])
+        torch.testing.assert_close(kept["seen"], wanted, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 @pytest.mark.parametrize("kind", ["whole", "drawn"])
 def test_statistics_and_dropout_of_the_steps_are_as_without(kind: str, engine: str) -> None:
     for model in (batchnorm(), chain()):

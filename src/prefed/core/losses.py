@@ -5,7 +5,7 @@ A loss is a function (output, y, **options) -> one number. A config names it: `l
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -118,11 +118,52 @@ def is_one_of(loss: Callable[..., Tensor], known: tuple[object, ...]) -> bool:
     return (loss.func if isinstance(loss, partial) else loss) in known
 
 
+def options_of_cross_entropy(loss: Callable[..., Tensor]) -> Mapping[str, Any] | None:
+    """The options of a cross-entropy: ours, torch's function or torch's module; None for any other
+    loss."""
+    if isinstance(loss, nn.CrossEntropyLoss):
+        as_it_is = type(loss).forward is nn.CrossEntropyLoss.forward
+        return vars(loss) | {"weight": loss.weight} if as_it_is else None
+    if not is_one_of(loss, (cross_entropy, nn.functional.cross_entropy)):
+        return None
+    given = loss.keywords if isinstance(loss, partial) else {}
+    return given if is_one_of(loss, (cross_entropy,)) else {"ignore_index": -100} | given
+
+
 def ignored_label(loss: Callable[..., Tensor]) -> int | None:
     """The label that stands for no class."""
-    if loss is nn.functional.cross_entropy:
-        return -100
-    return loss.keywords.get("ignore_index") if isinstance(loss, partial) else None
+    options = options_of_cross_entropy(loss)
+    if options is None:
+        options = loss.keywords if isinstance(loss, partial) else {}
+    return options.get("ignore_index")
+
+
+def is_sum(loss: Callable[..., Tensor]) -> bool:
+    """Over the targets of a batch; losses are means otherwise."""
+    options = loss.keywords if isinstance(loss, partial) else getattr(loss, "__dict__", {})
+    return bool(options.get("reduction") == "sum")
+
+
+def counted(loss: Callable[..., Tensor], y: Tensor) -> float | None:
+    """What the mean over these targets is divided by: how many of them count, or the weights of
+    their classes; None if each counts as one."""
+    options, ignored = options_of_cross_entropy(loss) or {}, ignored_label(loss)
+    if options and y.is_floating_point():  # probabilities of classes
+        return None
+    weight = options.get("weight")
+    if weight is None:
+        return None if ignored is None else int((y != ignored).sum())
+    labels = (y if ignored is None else y[y != ignored]).long()
+    return float(weight.detach().to(y.device, torch.float64)[labels].sum())
+
+
+def shares(loss: Callable[..., Tensor], parts: Sequence[Tensor]) -> list[float]:
+    """What the loss of each part of a batch is taken times, so that they add up to the loss of the
+    batch; from the parts of its targets."""
+    if is_sum(loss):
+        return [1.0] * len(parts)
+    counts = [len(y) if (count := counted(loss, y)) is None else count for y in parts]
+    return [count / (sum(counts) or 1) for count in counts]
 
 
 def count_correct(loss: Callable[..., Tensor], output: Tensor, y: Tensor) -> tuple[int, int] | None:
@@ -135,7 +176,8 @@ def count_correct(loss: Callable[..., Tensor], output: Tensor, y: Tensor) -> tup
     if not are_labels(y) or is_one_of(loss, (squared_error,)) or output.dim() != y.dim() + 1:
         return None
     last = output.dim() - 1
-    dims = {1} if is_one_of(loss, WITH_CLASSES) else {1, last}
+    first = is_one_of(loss, WITH_CLASSES) or options_of_cross_entropy(loss) is not None
+    dims = {1} if first else {1, last}
     fits = [d for d in dims if (*output.shape[:d], *output.shape[d + 1 :]) == y.shape]
     if len(fits) != 1 or output.shape[fits[0]] < 2:
         return None

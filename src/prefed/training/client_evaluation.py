@@ -19,7 +19,13 @@ from torch.nn import functional
 from prefed.core import batch, draws
 from prefed.core.batch import Inputs
 from prefed.core.errors import PrefedError
-from prefed.core.losses import WITH_CLASSES, are_labels, count_correct, ignored_label, is_one_of
+from prefed.core.losses import (
+    WITH_CLASSES,
+    are_labels,
+    count_correct,
+    ignored_label,
+    options_of_cross_entropy,
+)
 from prefed.core.parts import timed
 from prefed.data.samples import Samples
 from prefed.training.block_state import client_state, kept_by
@@ -49,7 +55,9 @@ class ClientEvaluation:
         self.run, self.settings = run, run.settings
         self.every = run.settings.evaluate_clients_every or run.settings.evaluate_every
         loss = run.task.loss
-        self.may_ignore = is_one_of(loss, WITH_CLASSES) and ignored_label(loss) is not None
+        ignores = options_of_cross_entropy(loss) is not None and ignored_label(loss) is not None
+        _, y = run.data.client(0).take(torch.arange(1))
+        self.may_ignore = ignores and are_labels(y)
         """There may be clients of whose targets none counts."""
         self.labelled = self.may_ignore
         """Clients have an accuracy; `try_out` finds out."""

@@ -17,9 +17,11 @@ from prefed.core.flat_model import FlatModel, freeze
 from prefed.core.losses import (
     by_targets,
     count_correct,
+    counted,
     cross_entropy,
-    ignored_label,
+    is_sum,
     make_loss,
+    shares,
     tensor_of,
 )
 from prefed.data import FederatedData
@@ -180,18 +182,16 @@ class Task:
         return found.detach()
 
     def _gradient_in_parts(self, x: Inputs, y: Tensor, seed: int, size: int) -> Tensor:
-        """The same, a few samples at a time: the loss of a batch is the mean over its samples, or
-        over those of its targets that count."""
-        ignored = ignored_label(self.loss)
-        parts = [*zip(batch.parts(x, size), batch.parts(batch.padded(y), size), strict=True)]
-        counts = [len(t) if ignored is None else int((t != ignored).sum()) for _, t in parts]
+        """The same, a few samples at a time."""
+        targets = batch.parts(batch.padded(y), size)
+        parts = zip(batch.parts(x, size), targets, shares(self.loss, targets), strict=True)
         total = self.flat.weights.new_zeros(())
-        for number, ((x_part, y_part), count) in enumerate(zip(parts, counts, strict=True)):
-            if not count:
+        for number, (x_part, y_part, share) in enumerate(parts):
+            if not share:
                 continue
             with self.seeded(seed + (number << 40)):  # another dropout in each
                 output = self.forward(x_part)
-            loss = self.loss(output, y_part.to(self.device)) * (count / max(1, sum(counts)))
+            loss = self.loss(output, y_part.to(self.device)) * share
             loss.backward()
             total += loss.detach()
         return total
@@ -206,21 +206,22 @@ class Task:
         """
         training = self.flat.module.training
         self.flat.module.eval()
-        loss, samples, right, counted = 0.0, 0.0, 0, 0
+        loss, samples, right, labels, sums = 0.0, 0.0, 0, 0, is_sum(self.loss)
         size = self.evaluation_batch
         for x_part, y_part in zip(batch.parts(x, size), batch.parts(y, size), strict=True):
             output, target = self._evaluated(x_part), batch.padded(y_part).to(self.device)
             found, share = count_correct(self.loss, output, target), 1.0
             correct, of = found or (0, 0)
             weight = target.numel() if batch.is_ragged(y) else len(target)
-            if found is not None and ignored_label(self.loss) is not None:
-                share = of / target.numel()
+            if not sums and (count := counted(self.loss, target)) is not None:
+                share = count / target.numel()
             if share:
-                loss += float(self.loss(output, target)) * weight * share
-            samples, right, counted = samples + weight * share, right + correct, counted + of
+                loss += float(self.loss(output, target)) * (1 if sums else weight) * share
+            samples, right, labels = samples + weight * share, right + correct, labels + of
             see(output, target)
         self.flat.module.train(training)
-        return loss / samples if samples else math.nan, right / counted if counted else None
+        loss = loss if sums else loss / samples if samples else math.nan
+        return loss, right / labels if labels else None
 
     def _evaluated(self, x: Inputs) -> Tensor:
         """The model's output for a batch that is evaluated. Which kernel torch takes may depend on

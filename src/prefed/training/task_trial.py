@@ -1,5 +1,7 @@
 """The model, the loss and the data, tried on each other before anything is trained."""
 
+import logging
+import math
 from contextlib import suppress
 from typing import Literal
 
@@ -16,15 +18,22 @@ from prefed.core.losses import (
     binary_cross_entropy,
     ignored_label,
     is_one_of,
+    shares,
     tensor_of,
 )
 from prefed.core.memory import all_finite
 from prefed.data import FederatedData
 from prefed.data.federated import Transform, of_other_shapes
+from prefed.data.samples import Samples
 from prefed.training.keyed_dropout import KeyedDropout, keys
 from prefed.training.pooling import FastPooling
 from prefed.training.task import Task
 
+log = logging.getLogger("prefed")
+
+COMPARED = 16
+"""Samples whose loss is compared with that of their parts."""
+KNOWN = 'loss="cross_entropy" or torch.nn.CrossEntropyLoss with ignore_index'
 FIRST = ": cross-entropy wants them in dimension 1, as output.transpose(1, -1) has them"
 
 
@@ -66,6 +75,7 @@ def try_out(task: Task, data: FederatedData) -> None:
             raise PrefedError(f"loss: should return one number for a batch, as loss.mean(){shape}")
         _check_gradient(task, x, y)
         _check_other_shapes(task, data)
+        _check_parts(task, data)
         if data.test is not None:
             task.evaluate(*data.test.take(torch.arange(min(2, len(data.test)))))
     except PrefedError:
@@ -151,6 +161,50 @@ def _check_classes(task: Task, x: Inputs, output: Tensor, y: Tensor) -> None:
             output = shorter
     if output.shape[1] != output.shape[2]:
         raise PrefedError(f"model: its classes are last, as in {tuple(output.shape)}{FIRST}")
+
+
+def _check_parts(task: Task, data: FederatedData) -> None:
+    """A loss of the user's own may be no mean over samples, as where some do not count."""
+    if task.micro_batch is not None:
+        whole, parts = _whole_and_parts(task, data.client(0), task.micro_batch)
+        if not _close(whole, parts):
+            raise PrefedError(
+                f"micro_batch, loss: the loss of a batch is {whole:.6g} and the mean of its parts "
+                f"{parts:.6g}, so their gradients would not add up to that of the batch; leave "
+                f"micro_batch out, or take a loss whose mean is known, as {KNOWN}"
+            )
+    if data.test is not None and len(data.test) > task.evaluation_batch:
+        whole, parts = _whole_and_parts(task, data.test, task.evaluation_batch)
+        if not _close(whole, parts):
+            log.warning(
+                "test_loss: the loss is no mean over samples, and will be the mean over batches of "
+                "%d test samples; of a loss whose mean is known, as %s, it is that of the whole "
+                "test set",
+                task.evaluation_batch, KNOWN,
+            )  # fmt: skip
+
+
+@torch.no_grad()
+def _whole_and_parts(task: Task, samples: Samples, size: int) -> tuple[float, float]:
+    """The loss of a few samples from everywhere, and what those of their parts add up to."""
+    count = min(len(samples), max(2, min(COMPARED, task.evaluation_batch)))
+    x, y = samples.take(torch.linspace(0, len(samples) - 1, count).long())
+    x, y = batch.padded(x), batch.padded(y)
+    targets = batch.parts(y, min(size, (count + 1) // 2))
+    task.flat.module.eval()
+    outputs = torch.split(task.forward(x), [len(part) for part in targets])
+    whole = float(task.loss(torch.cat(outputs), y.to(task.device)))
+    each = zip(shares(task.loss, targets), outputs, targets, strict=True)
+    return whole, sum(
+        share * float(task.loss(output, target.to(task.device)))
+        for share, output, target in each
+        if share
+    )
+
+
+def _close(whole: float, parts: float) -> bool:
+    """But for rounding; or nothing can be said, as of a mean over nothing."""
+    return not math.isfinite(whole) or math.isclose(whole, parts, rel_tol=1e-3, abs_tol=1e-6)
 
 
 def _check_gradient(task: Task, x: Inputs, y: Tensor) -> None:

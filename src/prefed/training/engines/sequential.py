@@ -7,6 +7,7 @@ from torch import Tensor
 
 from prefed.algorithms import Algorithm
 from prefed.core import batch
+from prefed.core.losses import shares
 from prefed.core.parts import timed
 from prefed.data import FederatedData
 from prefed.rules import Field
@@ -93,9 +94,11 @@ class SequentialBlock(Block):
         seed = self.seeds[0] + SEEDS + k
         if kind == "whole":
             x, y = map(batch.padded, samples.all())
-            for n, piece in enumerate(pieces(len(y))):
-                task.gradient(batch.part(x, piece), y[piece], seed + n)
-                found.add_(task.flat.gradient, alpha=len(y[piece]) / len(y))
+            cut = pieces(len(y))
+            for n, share in enumerate(shares(task.loss, [y[piece] for piece in cut])):
+                if share:
+                    task.gradient(batch.part(x, cut[n]), y[cut[n]], seed + n)
+                    found.add_(task.flat.gradient, alpha=share)
         else:
             x, y = self.batches[0][k]
             u = numbers(engine.settings, self.round, self.clients, k, y[None])[0].to(task.device)

@@ -18,7 +18,7 @@ from torch.func import vmap
 from prefed.algorithms import Algorithm
 from prefed.core import batch
 from prefed.core.batch import Inputs
-from prefed.core.losses import WITH_CLASSES, are_labels, ignored_label
+from prefed.core.losses import WITH_CLASSES, are_labels, ignored_label, shares
 from prefed.core.machine import total_memory
 from prefed.core.parts import timed
 from prefed.data import FederatedData
@@ -268,12 +268,15 @@ class VectorisedBlock(Block):
         if kind == "whole":
             device, most = engine.task.device, engine.most_clients
             for group in whole_batches(self.data, self.clients, most, device):
-                count = group.y.shape[1]
-                for n, piece in enumerate(pieces(count)):
+                cut = pieces(group.y.shape[1])
+                each = [shares(engine.task.loss, [y[piece] for piece in cut]) for y in group.y]
+                share = self.weights.new_tensor(each)
+                for n, piece in enumerate(cut):
                     y = group.y[:, piece]
                     x = batch.mapped(itemgetter((slice(None), piece)), group.x)
                     self._fill(group, group.rows, x, y, self.keys(SEEDS + k + n))
-                    found[group.rows] += self.gradient[group.rows] * (y.shape[1] / count)
+                    own, part = share[:, n : n + 1], self.gradient[group.rows]
+                    found[group.rows] += torch.where(own != 0, part * own, 0)  # else it may be NaN
         else:
             for _, rows, x, y in self.batches(k):
                 x, y = batch.moved(x, engine.task.device), y.to(engine.task.device)
