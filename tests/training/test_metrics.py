@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import sklearn.metrics as oracle
 import torch
 import torchmetrics
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics.classification import MulticlassF1Score
 
 import prefed
@@ -134,6 +135,50 @@ def test_several_labels_in_a_run() -> None:
     for loss, name in ((None, "f1"), ("mse", "f1"), ("bce", "top_2"), ("bce", "perplexity")):
         with pytest.raises(prefed.PrefedError, match=r"^metrics: .* for one label a target"):
             prefed.simulate(algorithm, tiny_model(), data, loss=loss, **common, metrics=[name])
+
+
+ONE_HOT: dict[str, Any] = {
+    "module": nn.CrossEntropyLoss(),
+    "function": nn.functional.cross_entropy,
+    "name": "cross_entropy",
+    "smooth": partial(nn.functional.cross_entropy, label_smoothing=0.1),
+}
+
+
+@pytest.mark.parametrize("loss", ONE_HOT.values(), ids=ONE_HOT)
+def test_probabilities_of_classes_stand_for_the_likeliest(loss: Any) -> None:
+    """One-hot targets of a cross-entropy are one label, not several."""
+    x = torch.randn(40, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    labels = x[:, :3].argmax(1)
+    hot = nn.functional.one_hot(labels, 3).double()
+    names = ["accuracy", "f1", "auroc", "class_accuracy", "top_2"]
+    found = []
+    for y in (labels, hot, 0.7 * hot + 0.1):
+        data = prefed.FederatedData([(x, labels)] * 2, test=(x, y))
+        if y is not labels:
+            data = prefed.FederatedData([(x, hot)] * 2, test=(x, y))
+        result = prefed.simulate(
+            prefed.FedAvg(client_lr=0.5), tiny_model(), data, rounds=3, local_steps=3,
+            device="cpu", engine="sequential", loss=loss, metrics=names,
+        )  # fmt: skip
+        last = result.history[-1]
+        found.append({key: last[key] for key in last if key.removeprefix("test_") in names})
+    assert len(found[0]) == len(names)
+    assert found[0] == found[1] == found[2]
+
+
+def test_of_a_loss_of_ones_own_it_is_not_known_what_several_numbers_mean() -> None:
+    x = torch.randn(12, 5, dtype=torch.float64)
+    y = (x[:, :3] > 0).double()
+    data = prefed.FederatedData([(x, y)], test=(x, y))
+    common: Any = {"rounds": 1, "local_steps": 1, "metrics": ["f1"]}
+    bce = nn.functional.binary_cross_entropy_with_logits
+    for loss in (bce, nn.BCEWithLogitsLoss(), "bce"):
+        prefed.simulate(prefed.FedAvg(client_lr=0.1), tiny_model(), data, loss=loss, **common)
+    with pytest.raises(prefed.PrefedError, match=r'^metrics: .* set loss="bce"'):
+        prefed.simulate(
+            prefed.FedAvg(client_lr=0.1), tiny_model(), data, loss=lambda o, t: bce(o, t), **common
+        )
 
 
 def test_sequences_with_targets_that_do_not_count() -> None:

@@ -7,7 +7,7 @@ A loss is a function (output, y, **options) -> one number. A config names it: `l
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -164,6 +164,19 @@ def shares(loss: Callable[..., Tensor], parts: Sequence[Tensor]) -> list[float]:
         return [1.0] * len(parts)
     counts = [len(y) if (count := counted(loss, y)) is None else count for y in parts]
     return [count / (sum(counts) or 1) for count in counts]
+
+
+Reading = Literal["classes", "several", "unknown"]
+"""What a target means that has as many numbers as there are outputs: probabilities of classes,
+several labels of 0 or 1, or what cannot be known."""
+
+
+def reading(loss: Callable[..., Tensor]) -> Reading:
+    if options_of_cross_entropy(loss) is not None:
+        return "classes"
+    of_torch = isinstance(loss, nn.BCEWithLogitsLoss)
+    known = of_torch or is_one_of(loss, (binary_cross_entropy, binary_cross_entropy_with_logits))
+    return "several" if known else "unknown"
 
 
 def count_correct(loss: Callable[..., Tensor], output: Tensor, y: Tensor) -> tuple[int, int] | None:

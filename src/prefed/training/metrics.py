@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from prefed.core.errors import PrefedError, did_you_mean
+from prefed.core.losses import Reading
 from prefed.core.registry import Registry
 
 LIMIT = 1 << 28
@@ -74,6 +75,13 @@ def several(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
     if not ((holds == 0) | (holds == 1)).all():
         return None
     return outputs.reshape(holds.shape), holds == 1
+
+
+def _are_probabilities(outputs: Tensor, targets: Tensor) -> bool:
+    """Targets of a cross-entropy with a number for each class, such as one-hot ones: they stand for
+    the class with the highest."""
+    same = outputs.shape == targets.shape and outputs.dim() > 1 and outputs.shape[1] > 1
+    return same and targets.is_floating_point()
 
 
 class Ratio:
@@ -300,12 +308,12 @@ class Metrics:
         given: Any,
         device: torch.device,
         ignored: int | None = None,
-        numbers: bool = False,
+        reading: Reading = "several",
     ) -> None:
         """ignored   the label that does not count in the loss, nor in the metrics of this module
-        numbers   several targets of a sample are numbers to predict, even if all are 0 or 1
+        reading   what several numbers in a target mean to the loss, even if all are 0 or 1
         """
-        self.numbers = numbers
+        self.reading = reading
         named, self.ignored = by_name(given), IGNORED if ignored is None else ignored
         self.metrics = {name: make(thing) for name, thing in named.items()}
         self.ours = {n for n, thing in named.items() if isinstance(thing, str) and ":" not in thing}
@@ -321,11 +329,13 @@ class Metrics:
         counted = targets
         if self.ignored != IGNORED and not targets.is_floating_point():
             counted = targets.long().masked_fill(targets == self.ignored, IGNORED)
-        if self.ours and self.numbers and several(outputs, targets) is not None:
+        if self.reading == "classes" and _are_probabilities(outputs, targets):
+            counted = targets.argmax(1)
+        elif self.ours and self.reading != "several" and several(outputs, targets) is not None:
             raise PrefedError(
                 "metrics: those with a name are for one label a target, or several by their "
-                'logits, which the squared error does not train; set loss="bce", or give a '
-                "function (outputs, targets) -> number"
+                'logits, which of the losses bce alone is known to train; set loss="bce", or give '
+                "a function (outputs, targets) -> number"
             )
         for name, metric in self.metrics.items():
             self._call(name, metric.update, outputs, counted if name in self.ours else targets)

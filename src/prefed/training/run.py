@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from prefed.algorithms import Algorithm
 from prefed.core import draws
 from prefed.core.errors import Diverged, Interrupted, PrefedError
-from prefed.core.losses import by_targets, ignored_label, is_one_of, make_loss, squared_error
+from prefed.core.losses import ignored_label, make_loss, reading
 from prefed.core.machine import threads_for, torch_threads
 from prefed.core.memory import all_finite
 from prefed.core.parts import timed
@@ -123,8 +123,8 @@ class Run:
         self.objective = None if settings.objective is None else TrainingObjective(self)
         """How what is minimised is measured; None if it is not."""
         ignored = ignored_label(self.task.loss)
-        numbers = is_one_of(self.task.loss, (by_targets, squared_error))
-        self.metrics = Metrics(settings.metrics, self.task.device, ignored, numbers)
+        meant = reading(self.task.loss)
+        self.metrics = Metrics(settings.metrics, self.task.device, ignored, meant)
         self.best, self.stopper = make_goals(self) if self.trainer.leads else (None, None)
         """The best model so far, and what ends the run before its last round, if it should."""
 
