@@ -54,6 +54,19 @@ def test_floating_numbers_and_pixels_are_not(dtype: torch.dtype) -> None:
     assert not are_labels(torch.zeros(3, dtype=dtype))
 
 
+@pytest.mark.parametrize(
+    "loss", ["cross_entropy", nn.functional.cross_entropy, nn.CrossEntropyLoss()]
+)
+def test_pixels_are_no_labels(loss: Any) -> None:
+    """They would train, without accuracy and unchecked."""
+    x, y = torch.zeros(4, SIZES[0]), torch.zeros(4, dtype=torch.uint8)
+    with pytest.raises(PrefedError, match=r"^clients, loss: y is torch\.uint8.* y\.long\(\)"):
+        prefed.simulate(
+            prefed.FedAvg(client_lr=0.1), tiny_model(dtype=torch.float32),
+            prefed.FederatedData([(x, y)]), rounds=1, local_steps=1, loss=loss,
+        )  # fmt: skip
+
+
 def test_the_loss_is_the_formula_for_every_kind_of_target() -> None:
     rng = np.random.default_rng(0)
     outputs = rng.normal(size=(6, 12))

@@ -18,6 +18,7 @@ from prefed.core.losses import (
     binary_cross_entropy,
     ignored_label,
     is_one_of,
+    options_of_cross_entropy,
     shares,
     tensor_of,
 )
@@ -65,7 +66,7 @@ def try_out(task: Task, data: FederatedData) -> None:
             task.transform = _of_copies(task.transform)
         task.numbers_out = max(1, output.numel() // len(y))
         task.pooled = pooling.largest // len(y) if task.precision == "float32" else 0
-        _check_targets(task, data, output)
+        _check_targets(task, data, output, y)
         _check_classes(task, fed, output, y)
         with torch.no_grad():
             loss = task.loss(output, y.to(task.device))
@@ -137,8 +138,13 @@ def _check_other_shapes(task: Task, data: FederatedData) -> None:
             ) from error
 
 
-def _check_targets(task: Task, data: FederatedData, output: Tensor) -> None:
+def _check_targets(task: Task, data: FederatedData, output: Tensor, y: Tensor) -> None:
     """What a loss of ours says of targets; a loss of the user's own knows its targets best."""
+    if y.dtype == torch.uint8 and options_of_cross_entropy(task.loss) is not None:
+        raise PrefedError(
+            "clients, loss: y is torch.uint8, which stands for pixels, and cross-entropy takes "
+            "labels; convert it with y.long()"
+        )
     if not is_one_of(task.loss, OURS):
         data.check(None, targets=False)
         return
