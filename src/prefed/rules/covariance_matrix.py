@@ -11,6 +11,7 @@ from torch import Tensor
 
 from prefed.core.layout import Entry, Layout, row_major, strided
 from prefed.rules.covariance import Covariance
+from prefed.rules.refreshed import STEPS_LEFT, due
 from prefed.rules.rule import Field, Rule, State
 
 
@@ -47,19 +48,22 @@ class MatrixCovariance(Covariance):
         P = Field(fitted.kept_shape(), nonnegative=self.one_matrix)
         fields = {"m": Field((layout.size,)), "P": P} | self.masses()
         if self.refresh > 1:
-            fields |= {"root": Field(fitted.root_shape()), "steps_left": Field((1,))}
+            root = Field(fitted.root_shape(), cache=True)
+            fields |= {"root": root, "steps_left": STEPS_LEFT}
         return fields
 
     def begin(self, w: Tensor, state: State) -> None:
         """All clients begin with the same P, so its root is derived once and remembered: once a
-        round and thread. The zeros before the first round tell nothing yet."""
-        if self.refresh == 1 or not state["P"].any():
+        round and thread. The zeros before the first round tell nothing yet; where clients keep P,
+        that is the first of each."""
+        if self.refresh == 1:
             return
-        P, root = _rows(state["P"], w), _rows(state["root"], w)
+        P, root, steps_left = (_rows(state[name], w) for name in ("P", "root", "steps_left"))
+        known_rows = P.flatten(1).any(1).nonzero().view(-1)
         if "P_mass" in state:
             P = P / _rows(state["P_mass"], w).view(-1, *[1] * (P.dim() - 1))
-        state["steps_left"].fill_(self.refresh)
-        for row in range(len(P)):
+        steps_left[known_rows] = self.refresh
+        for row in known_rows.tolist():
             known = _local.__dict__.get("newest")
             if known is None or known[0] != self or not torch.equal(known[1], P[row]):
                 known = self, P[row].clone(), self.derive(P[row : row + 1])[0]
@@ -75,14 +79,12 @@ class MatrixCovariance(Covariance):
         self.move(_rows(w, w), self.current_root(_rows(P, w), state, w), _rows(u, w), lr)
 
     def current_root(self, P: Tensor, state: State, w: Tensor) -> Tensor:
-        """The root for this step; `steps_left` counts the steps until the next."""
+        """The root for this step."""
         if self.refresh == 1:
             return self.derive(P)
-        root, steps_left = _rows(state["root"], w), state["steps_left"]
-        if not steps_left.any():
-            root.copy_(self.derive(P))
-            steps_left.fill_(self.refresh)
-        steps_left.sub_(1)
+        root = _rows(state["root"], w)
+        if (rows := due(state["steps_left"], self.refresh)) is not None:
+            root[rows] = self.derive(P[rows])
         return root
 
     @abstractmethod

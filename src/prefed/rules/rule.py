@@ -39,6 +39,9 @@ class Field:
     """A second moment (or a mass of one): never below 0; a matrix, positive semi-definite."""
     dtype: torch.dtype | None = None
     """If not that of the weights."""
+    cache: bool = False
+    """What a client has worked out from its other fields, or a count of its steps: a mean over
+    clients is neither."""
 
     def new(self, like: Tensor, clients: int | None = None) -> Tensor:
         """The first value, for one holder or for a block of clients, typed like `like`."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from prefed.core.layout import Entry, Layout
 from prefed.rules.covariance_matrix import matrices, part
 from prefed.rules.fitted import Fitted
+from prefed.rules.refreshed import STEPS_LEFT, due
 from prefed.rules.rule import RULES, Field, Fraction, State, grow_mass
 
 
@@ -83,7 +84,8 @@ class SOAP(Fitted):
         found = {"m": Field(vector), "v": Field(vector, nonnegative=True)}
         found |= {"m_mass": mass, "v_mass": mass}
         if factors[0]:
-            found |= {"P": Field(factors), "basis": Field(factors), "steps_left": Field((1,))}
+            basis = Field(factors, cache=True)
+            found |= {"P": Field(factors), "basis": basis, "steps_left": STEPS_LEFT}
         return found
 
     @cached_property
@@ -129,13 +131,9 @@ class SOAP(Fitted):
                     factor.baddbmm_(X, X.mT, beta=self.beta2, alpha=1 - self.beta2)
 
     def follow_basis(self, state: State) -> None:
-        """`steps_left` counts the steps until the next basis."""
-        left = state["steps_left"]
-        if not left.any():
+        if (rows := due(state["steps_left"], self.refresh)) is not None:
             for side in self.sides:
-                side.inside(state["basis"]).copy_(eigenvectors(side.inside(state["P"])))
-            left.fill_(self.refresh)
-        left.sub_(1)
+                side.inside(state["basis"])[rows] = eigenvectors(side.inside(state["P"])[rows])
 
 
 def eigenvectors(P: Tensor) -> Tensor:
@@ -143,7 +141,7 @@ def eigenvectors(P: Tensor) -> Tensor:
     are those of weights that are not: the run will tell."""
     alike = len(P) > 1 and bool((P[:1] == P).all())  # as when a round begins
     factors = (P[:1] if alike else P).double()
-    factors = factors.where(factors.isfinite().all(), 0.0)
+    factors = factors.where(factors.isfinite().flatten(1).all(1)[:, None, None], 0.0)
     vectors: Tensor
     values, vectors = torch.linalg.eigh(factors)
     size, identity = P.shape[-1], torch.eye(P.shape[-1], dtype=torch.float64, device=P.device)

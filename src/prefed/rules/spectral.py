@@ -9,6 +9,7 @@ from torch import Tensor
 from prefed.core.layout import Entry, Layout
 from prefed.rules.by_layer import MOST, ByLayer, by_rows, scale, shape
 from prefed.rules.covariance_matrix import matrices
+from prefed.rules.refreshed import STEPS_LEFT, Rows, due
 from prefed.rules.rule import RULES, Field, State
 
 LARGEST = 512
@@ -33,8 +34,10 @@ class Spectral(ByLayer):
     refresh: PositiveInt = 1
 
     def fields(self, layout: Layout) -> dict[str, Field]:
-        found, u = super().fields(layout), Field((layout.size,))
-        return found | ({"u": u, "steps_left": Field((1,))} if self.refresh > 1 else {})
+        found = super().fields(layout)
+        if self.refresh > 1:
+            found |= {"u": Field((layout.size,), cache=True), "steps_left": STEPS_LEFT}
+        return found
 
     def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
         if w.dim() == 1:  # one holder is a block of one
@@ -42,27 +45,23 @@ class Spectral(ByLayer):
             w, g = w.unsqueeze(0), g.unsqueeze(0)
         seen = self.see(g, state)
         ahead = seen.g.lerp(state["m"], self.beta1)
-        goes_on = self.goes_on(state)
+        rows = slice(None) if self.refresh == 1 else due(state["steps_left"], self.refresh)
         for entry in self.places[0]:
-            target, step = entry.view(w), lr * scale(entry)
-            if goes_on:
-                target.sub_(entry.view(state["u"]), alpha=step)
-                continue
-            u = self.turned(matrices(ahead, entry), matrices(seen.root, entry))
-            u = u.reshape(target.shape)
-            if self.refresh > 1:
-                entry.view(state["u"]).copy_(u)
-            target.sub_(u, alpha=step)
+            u = self.along(entry, ahead, seen.root, state, rows)
+            entry.view(w).sub_(u, alpha=lr * scale(entry))
         self.move_rest(w, seen, lr)
 
-    def goes_on(self, state: State) -> bool:
-        """Along the last u; `steps_left` counts the steps until the next."""
-        if self.refresh == 1:
-            return False
-        if not (goes_on := bool((left := state["steps_left"]).any())):
-            left.fill_(self.refresh)
-        left.sub_(1)
-        return goes_on
+    def along(
+        self, entry: Entry, ahead: Tensor, root: Tensor, state: State, rows: Rows | None
+    ) -> Tensor:
+        """u of a weight matrix: that of the state, where it is not the turn of a client."""
+        if rows is not None:
+            u = self.turned(matrices(ahead, entry)[rows], matrices(root, entry)[rows])
+            u = u.reshape(-1, *entry.shape)
+            if self.refresh == 1:
+                return u
+            entry.view(state["u"])[rows] = u
+        return entry.view(state["u"])
 
     def in_c(self) -> str | None:
         whole, embeddings, vectors = self.places
@@ -85,7 +84,7 @@ class Spectral(ByLayer):
             yield "static _Thread_local real u[SIZE];"
             yield "const int goes_on = 0;"
         else:
-            yield "const int goes_on = steps_left[0] != 0;"
+            yield "const int goes_on = steps_left[0] > 0;"
             yield f"steps_left[0] = (goes_on ? steps_left[0] : {self.refresh}) - 1;"
         tau = self.tau_relative
         for entry in whole:
