@@ -202,6 +202,13 @@ def test_a_rule_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ({"client": "adam", "share": {"v": "derived"}}, r"Pair\.share: v: \"derived\" needs a class"),
     ({"client": "adam", "share": {"v": {"kind": "average", "evry": 2}}},
      r"Pair\.share\.v\.evry: unknown option"),
+    ({"client": "soap", "share": {"steps_left": "average"}},
+     r"Pair\.share: steps_left: clients work it out .*; let it be \"reset\" or \"keep\""),
+    ({"client": "soap", "share": {"basis": "average"}}, "basis: clients work it out"),
+    ({"client": {"name": "spectral", "refresh": 2}, "share": {"u": {"kind": "average", "every": 2,
+      "between": "keep"}}}, "u: clients work it out"),
+    ({"client": {"name": "covariance", "shape": "full", "refresh": 2},
+      "share": {"root": "average"}}, "root: clients work it out"),
 ])  # fmt: skip
 def test_what_is_wrong_is_told(options: dict[str, Any], text: str) -> None:
     with pytest.raises(prefed.PrefedError, match=text):

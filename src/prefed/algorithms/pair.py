@@ -13,7 +13,7 @@ from pydantic import (
 from torch import Tensor
 
 from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
-from prefed.algorithms.sharing import Policy
+from prefed.algorithms.sharing import NO_MEAN, Policy
 from prefed.core.errors import did_you_mean, explain
 from prefed.core.layout import Layout
 from prefed.core.option_models import options_model
@@ -82,15 +82,17 @@ class Pair(Algorithm):
     @classmethod
     def _fits(cls, share: dict[str, Policy], info: ValidationInfo) -> dict[str, Policy]:
         client = info.data.get("client")
-        fields = client.fields(SMALL) if client else share
+        fields = client.fields(SMALL) if client else {}
         for name, policy in share.items():
-            if name not in fields:
+            if client and name not in fields:
                 state = ", ".join(fields) or "none"
                 raise ValueError(f"{name}: the client rule has no such state; it has {state}")
             if policy.kind == "derived":
                 raise ValueError(
                     f'{name}: "derived" needs a class that says how (Algorithm.derive)'
                 )
+            if policy.kind == "average" and client and fields[name].cache:
+                raise ValueError(f"{name}: {NO_MEAN}")
             if policy.between == "keep" and policy.kind != "average":
                 raise ValueError(
                     f'{name}: between = "keep" is for kind = "average"; a client that always keeps '

@@ -11,6 +11,12 @@ ALWAYS = 2
 """In the first two rounds everything that is averaged is sent: the server begins with zero, which
 is no preconditioner, and the mean after one round still depends on it."""
 
+NO_MEAN = (
+    "clients work it out from their other state, or count with it, so a mean over clients says "
+    'nothing; let it be "reset" or "keep"'
+)
+"""Why a field that is a cache cannot be averaged."""
+
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
