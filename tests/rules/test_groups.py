@@ -147,6 +147,7 @@ def test_in_a_config_and_on_flower(tmp_path: Path) -> None:
     (prefed.FedAvg(groups=[{"params": "head.*"}]), r"groups\[0\].params: 'head.\*' names no param"),
     (prefed.FedAvg(groups=[{"params": "*", "tau": 1.0}]), r"groups\[0\].tau: the client rule, SGD"),
     (prefed.FedRep(groups=[{"params": "*"}]), "its parts move in turns"),
+    (prefed.MimeLite(groups=[{"params": "*", "tau": 0.1}]), r"groups\[0\]\.tau: the client rule"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said(algorithm: Any, says: str) -> None:
     with pytest.raises(PrefedError, match=says):

@@ -72,7 +72,7 @@ def check_groups(groups: Groups, layout: Layout, rule: Rule) -> None:
         for pattern in group.params:
             if pattern != VECTORS or all(len(entry.shape) > 1 for entry in layout.entries):
                 named(f"groups[{number}].params", pattern, names)
-        if group.tau is not None and not (hasattr(rule, "tau") and rule.elementwise):
+        if group.tau is not None and (getattr(rule, "tau", None) is None or not rule.elementwise):
             raise PrefedError(
                 f"groups[{number}].tau: the client rule, {type(rule).__name__}, has no tau for "
                 f"each coordinate"
