@@ -81,6 +81,11 @@ COMMANDS = {
         "compare digits-iid --algorithms fedavg,prefed --set tau=0.1",
         "tau: unknown option of fedavg; ",
     ),
+    "turns that never come": (
+        "validate digits-iid --set algorithm=fedrep --set client_lr=1 --set personal_steps=10 "
+        "--set local_steps=10",
+        "personal_steps: clients take 10 local steps a round, and the first 10 move the personal",
+    ),
     "a part of a table": ("table mcmahan-2nn --draw --only iid", "--only: chooses what is run"),
     "a mean without a name": (
         "validate digits-iid --set mean.share=0.2",

@@ -255,6 +255,19 @@ def test_what_has_no_meaning_is_refused(algorithm: prefed.Algorithm, what: str) 
         simulate(algorithm, mlp())
 
 
+@pytest.mark.parametrize(("steps", "enough"), [
+    ({"local_steps": 3}, {"local_steps": 4}),
+    ({"local_steps": None, "local_epochs": 3}, {"batch_size": 8}),  # the largest has 15 samples
+], ids=["steps", "epochs"])  # fmt: skip
+def test_turns_that_never_come_to_what_is_shared(
+    steps: dict[str, Any], enough: dict[str, Any]
+) -> None:
+    algorithm = prefed.FedRep(personal_steps=3)
+    with pytest.raises(prefed.PrefedError, match=r"personal_steps: clients take .*3 local steps"):
+        simulate(algorithm, mlp(), **steps)
+    simulate(algorithm, mlp(), rounds=1, **steps | enough)
+
+
 def test_a_client_that_is_not_there() -> None:
     result = simulate(prefed.FedPer(), mlp(), rounds=1)
     with pytest.raises(prefed.PrefedError, match="client: 6 is none of the 6"):

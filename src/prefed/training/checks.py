@@ -6,6 +6,8 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from prefed.algorithms import Algorithm, Policy
+from prefed.algorithms.personal import FedRep
+from prefed.algorithms.sharing import NO_MEAN
 from prefed.codecs import codec
 from prefed.core.errors import PrefedError, shown
 from prefed.core.flat_model import FlatModel
@@ -88,6 +90,25 @@ def check_settings(algorithm: Algorithm, data: FederatedData, settings: Settings
             f"local_epochs: clients of {type(algorithm).__name__} meet in every step, so all "
             f"of them take equally many; set local_steps"
         )
+    if isinstance(algorithm, FedRep):
+        _check_turns(algorithm, data, settings)
+
+
+def _check_turns(algorithm: FedRep, data: FederatedData, settings: Settings) -> None:
+    """There has to be a client whose steps come to what is shared."""
+    first, steps = algorithm.personal_steps, settings.local_steps
+    if steps is not None:
+        enough, taken, more = steps > first, f"{steps}", "more local_steps"
+    else:
+        enough = any(settings.steps(data.size(client)) > first for client in range(len(data)))
+        taken, more = f"at most {first}", "more local_epochs, a smaller batch_size"
+    if enough:
+        return
+    raise PrefedError(
+        f"personal_steps: clients take {taken} local steps a round, and the first {first} move the "
+        f"personal part alone, so that nothing that is shared is trained; set {more} or fewer "
+        f"personal_steps"
+    )
 
 
 def check_task(algorithm: Algorithm, task: Task, data: FederatedData, settings: Settings) -> None:
@@ -297,6 +318,8 @@ def check_sharing(algorithm: Algorithm, layout: Layout) -> None:
                 f"{type(algorithm).__name__}.sharing: the client rule has no state {name!r}; "
                 f"it has {', '.join(fields) or 'none'}"
             )
+        if given.kind == "average" and name in fields and fields[name].cache:
+            raise PrefedError(f"{type(algorithm).__name__}.sharing: {name}: {NO_MEAN}")
     if not codec(algorithm.upload).signed:
         raise PrefedError(
             f"{type(algorithm).__name__}.upload: {algorithm.upload} is for values that are never "
