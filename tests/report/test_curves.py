@@ -44,6 +44,24 @@ def test_participation_counts_who_took_part() -> None:
     assert draw_chart(chart).axes[0].lines[0].get_drawstyle() == "steps-mid"
 
 
+@pytest.mark.parametrize(("low", "high"), [(0.1, 0.95), (0.7, 0.73), (0.901, 0.904), (0.5, 0.5)])
+def test_labels_of_a_figure_are_the_numbers_at_their_ticks(low: float, high: float) -> None:
+    accuracies = [low, (low + high) / 2, high]
+    axes = draw_chart(made(run([{"test_accuracy": a} for a in accuracies]))["accuracy"]).axes[0]
+    axes.figure.draw_without_rendering()  # type: ignore[union-attr]
+    for label in axes.get_yticklabels():
+        assert abs(float(label.get_text().rstrip("%")) - 100 * label.get_position()[1]) < 1e-9
+    rounds = [label.get_text() for label in axes.get_xticklabels()]
+    assert {"1", "2", "3"} <= {*rounds}
+    assert all(text.isdigit() for text in rounds)
+
+
+def test_one_round_is_marked_as_one() -> None:
+    axes = draw_chart(made(run([{"test_accuracy": 0.5}]))["accuracy"]).axes[0]
+    low, high = axes.get_xlim()
+    assert [x for x in axes.get_xticks() if low <= x <= high] == [1]
+
+
 @pytest.mark.parametrize("highest", [3, 57, 400])
 def test_a_histogram_holds_every_client(highest: int) -> None:
     counts = np.random.default_rng(0).integers(0, highest + 1, 200)

@@ -28,9 +28,10 @@ def draw_chart(chart: Chart) -> Figure:
             axes.fill_between(curve.x, curve.low, curve.high, color=curve.colour, alpha=0.15, lw=0)
     axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
     if chart.percent:
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     if chart.log:
         axes.set_yscale("log")
+    _mark_whole(axes, [x for curve in chart.curves for x in curve.x])
     axes.legend(frameon=False, fontsize=8)
     return figure
 
@@ -60,6 +61,8 @@ def draw_lines(
     axes.set(xlabel=x_label, ylabel=y_label)
     if log_x:
         axes.set_xscale("log")
+    else:
+        _mark_whole(axes, [x for line in lines for x in line.x])
     if log_y:
         axes.set_yscale("log")
     axes.legend(frameon=False, fontsize=8)
@@ -133,6 +136,12 @@ def _figure() -> tuple[Figure, Any]:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, lw=0.5)
     return figure, axes
+
+
+def _mark_whole(axes: Any, x: Sequence[float]) -> None:
+    """Where only whole numbers stand on the axis below, as rounds, only they are marked there."""
+    if all(value == int(value) for value in x):
+        axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 
 def _sorted(texts: set[str]) -> list[str]:
