@@ -157,7 +157,8 @@ def load(source: str | dict[str, Any], changes: Iterable[str] = ()) -> Config:
             has = [n for n in ALGORITHMS.names() if path[0] in ALGORITHMS.get(n).model_fields]
             told = did_you_mean(path[0], names)
             if known is not None and has:
-                told = f" of {table['algorithm']['name']}; {', '.join(has)} have one of that name"
+                verb = "has" if len(has) == 1 else "have"
+                told = f" of {table['algorithm']['name']}; {', '.join(has)} {verb} one of that name"
             errors.append(f"{key}: unknown option{told}")
     _fill_schedules(table)
     config = None
