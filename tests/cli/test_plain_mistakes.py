@@ -86,6 +86,14 @@ COMMANDS = {
         "--set local_steps=10",
         "personal_steps: clients take 10 local steps a round, and the first 10 move the personal",
     ),
+    "the only one's option": (
+        "validate digits-iid --set algorithm=fedavg --set client=adam",
+        "client: unknown option of fedavg; pair has one of that name",
+    ),
+    "no name": (
+        "validate digits-iid --set algorithm=fedavg --set client_lr=1 --set personal=3",
+        "algorithm.personal: should be a list of names, not 3",
+    ),
     "a part of a table": ("table mcmahan-2nn --draw --only iid", "--only: chooses what is run"),
     "a mean without a name": (
         "validate digits-iid --set mean.share=0.2",

@@ -154,6 +154,18 @@ def test_what_cannot_be_is_said(algorithm: Any, says: str) -> None:
         ours(algorithm)
 
 
+def test_a_single_table_is_a_list_of_one() -> None:
+    table = {"params": "@vectors", "weight_decay": 0}
+    assert prefed.FedAvg(groups=table) == prefed.FedAvg(groups=[table])
+    (group,) = prefed.FedAvg(groups=table).groups
+    assert prefed.FedAvg(groups=group).groups == (group,)
+    for wrong in ("@vectors", 3):
+        with pytest.raises(
+            PrefedError, match=r"FedAvg\.groups: should be a list of tables such as"
+        ):
+            prefed.FedAvg(groups=wrong)
+
+
 def test_what_is_no_group() -> None:
     with pytest.raises(PrefedError, match=r"FedAvg\.groups\.0\.lr"):
         prefed.FedAvg(groups=[{"params": "*", "lr": 0.1}])

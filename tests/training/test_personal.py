@@ -268,6 +268,18 @@ def test_turns_that_never_come_to_what_is_shared(
     simulate(algorithm, mlp(), rounds=1, **steps | enough)
 
 
+def test_a_single_name_is_a_list_of_one() -> None:
+    assert prefed.FedAvg(personal="@last") == prefed.FedAvg(personal=["@last"])
+    assert prefed.FedPer(personal="4.*") == prefed.FedPer(personal=["4.*"])
+    assert prefed.FedAvg(freeze="0.*") == prefed.FedAvg(freeze=["0.*"])
+    assert prefed.PreFedS(plain="head.*").plain == ("head.*",)
+    assert prefed.FedMuon(adam="head.*").adam == ("head.*",)
+    made = load("digits-iid", ["algorithm=fedavg", "client_lr=1", "personal=@last"])
+    assert made.make_algorithm().personal == ("@last",)
+    with pytest.raises(prefed.PrefedError, match=r"FedAvg\.freeze: should be a list of names, not"):
+        prefed.FedAvg(freeze=3)
+
+
 def test_a_client_that_is_not_there() -> None:
     result = simulate(prefed.FedPer(), mlp(), rounds=1)
     with pytest.raises(prefed.PrefedError, match="client: 6 is none of the 6"):

@@ -17,6 +17,7 @@ from prefed.algorithms.sharing import Policy
 from prefed.codecs import CodecName
 from prefed.core.errors import PrefedError, explain
 from prefed.core.option_models import Options
+from prefed.core.patterns import Patterns
 from prefed.core.registry import Registry
 from prefed.core.schedule import Rate
 from prefed.rules import SGD, Fraction, Rule, State
@@ -82,11 +83,11 @@ class Algorithm(Options):
     """Parameters that are trained otherwise than the rest, by name or pattern: a list of tables
     such as {params = "@vectors", weight_decay = 0}; of several that name one the first counts."""
 
-    personal: tuple[str, ...] = ()
+    personal: Patterns = ()
     """Parameters that stay with each client, by name or pattern such as "head.*"; "@norm" stands
     for those of normalisation layers, "@last" for those of the last layer."""
 
-    freeze: tuple[str, ...] = ()
+    freeze: Patterns = ()
     """Parameters that stay as they are and are never sent, by name or pattern: "*lora_A*" makes
     LoRA's mean exact (FFA-LoRA)."""
 

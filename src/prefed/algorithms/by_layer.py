@@ -6,6 +6,7 @@ from prefed.algorithms.algorithm import Algorithm
 from prefed.algorithms.fedavg import Fraction
 from prefed.algorithms.sharing import Policy, average
 from prefed.codecs import CodecName
+from prefed.core.patterns import Patterns
 from prefed.core.schedule import Rate
 
 
@@ -22,7 +23,7 @@ class ByLayer(Algorithm):
     """tau as a share of the root mean square of sqrt(P). Large values make the step Muon's."""
     iterations: NonNegativeInt = 5
     """Of Newton and Schulz; with 0 the momentum is only divided by its norm."""
-    plain: tuple[str, ...] = ()
+    plain: Patterns = ()
     """Patterns of names: parameters that are trained as embeddings. Those of embedding layers are,
     anyway, and those of no layer of torch's that have a name such as "positions"."""
     plain_lr: PositiveFloat = 0.1

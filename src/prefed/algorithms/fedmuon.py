@@ -7,6 +7,7 @@ from torch import Tensor
 from prefed.algorithms.algorithm import ALGORITHMS, Algorithm
 from prefed.algorithms.sharing import Policy, average, keep
 from prefed.core.layout import Layout
+from prefed.core.patterns import Patterns
 from prefed.core.schedule import Rate
 from prefed.rules import Field, Fraction, Rule, State
 from prefed.rules.muon import EMBEDDINGS, Matrix, Muon
@@ -36,7 +37,7 @@ class FedMuon(Algorithm):
     """The decay of the momentum (1 - alpha in Takezawa et al.)."""
     iterations: NonNegativeInt = 5
     """Of Newton and Schulz; with 0 the momentum is only divided by its norm."""
-    adam: tuple[str, ...] = EMBEDDINGS
+    adam: Patterns = EMBEDDINGS
     """Patterns of names: parameters that Adam trains though they are matrices."""
     adam_lr: PositiveFloat = 0.1
     """The step size of Adam, as a share of client_lr (a tenth in the code of Liu et al.)."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from prefed.algorithms.algorithm import ALGORITHMS
 from prefed.algorithms.fedavg import FedAvg
+from prefed.core.patterns import Patterns
 from prefed.rules import Rule, State
 from prefed.rules.wrapped import Wrapped
 
@@ -17,7 +18,7 @@ from prefed.rules.wrapped import Wrapped
 class FedPer(FedAvg):
     """Arivazhagan et al. 2019: the last layer, or what `personal` names, stays with the client."""
 
-    personal: tuple[str, ...] = ("@last",)
+    personal: Patterns = ("@last",)
 
 
 @ALGORITHMS.register("fedrep")
@@ -37,7 +38,7 @@ class FedBN(FedAvg):
     """Li et al. 2021: normalisation layers stay with the client, with their statistics. A model
     without such layers is refused."""
 
-    personal: tuple[str, ...] = ("@norm",)
+    personal: Patterns = ("@norm",)
     statistics: Literal["average", "keep", "reset"] = "keep"
 
 

@@ -2,8 +2,22 @@
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from typing import Annotated, Any
+
+from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
 from prefed.core.errors import PrefedError
+
+
+def _names(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """A single one is a list of one."""
+    try:
+        return check([given] if isinstance(given, str) else given)
+    except ValidationError:
+        raise ValueError("should be a list of names") from None
+
+
+Patterns = Annotated[tuple[str, ...], WrapValidator(_names)]
 
 
 def named(option: str, pattern: str, names: Iterable[str]) -> list[str]:

@@ -70,7 +70,7 @@ class ByLayer(Fitted):
     beta2: Fraction = 0.999
     tau_relative: PositiveFloat = 0.3
     iterations: NonNegativeInt = 5
-    plain: tuple[str, ...] = ()
+    plain: Patterns = ()
     plain_lr: PositiveFloat = 0.1
     embedding_lr: PositiveFloat = 0.3
     clip_relative: PositiveFloat | None = 10.0

@@ -42,7 +42,7 @@ class Common(ByLayer):
     own_lr: NonNegativeFloat = 1.0
 
     def fields(self, layout: Layout) -> dict[str, Field]:
-        return super().fields(layout) | {"u": Field((layout.size,))}
+        return super().fields(layout) | {"u": Field((layout.size,), cache=True)}
 
     def begin(self, w: Tensor, state: State) -> None:
         """All clients begin with the same m and P, so u is computed once and remembered: once a

@@ -1,6 +1,6 @@
 """Parameter groups: other step sizes, decays and taus for some of the parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
@@ -21,15 +21,11 @@ from torch import Tensor
 
 from prefed.core.errors import PrefedError
 from prefed.core.layout import Entry, Layout
-from prefed.core.patterns import named
+from prefed.core.patterns import Patterns, named
 from prefed.rules.rule import Field, Rule, State
 from prefed.rules.wrapped import Wrapped
 
 VECTORS = "@vectors"
-
-Patterns = Annotated[
-    tuple[str, ...], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
-]
 
 
 class Group(BaseModel):
@@ -62,7 +58,14 @@ class Group(BaseModel):
         )
 
 
-Groups = tuple[Group, ...]
+def _tables(given: Any) -> Any:
+    """A single one is a list of one."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ValueError('should be a list of tables such as {params = "head.*", lr_scale = 0.1}')
+    return [given] if isinstance(given, dict | Group) else given
+
+
+Groups = Annotated[tuple[Group, ...], BeforeValidator(_tables)]
 
 
 def check_groups(groups: Groups, layout: Layout, rule: Rule) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from prefed.core.errors import PrefedError
 from prefed.core.layout import Entry, Layout
+from prefed.core.patterns import Patterns
 from prefed.rules.covariance_matrix import matrices, part
 from prefed.rules.fitted import Fitted
 from prefed.rules.rule import RULES, Field, Fraction, State, accumulate, grow_mass
@@ -67,7 +68,7 @@ class Muon(Fitted):
     beta: Fraction = 0.95
     nesterov: bool = True
     iterations: NonNegativeInt = 5
-    adam: tuple[str, ...] = EMBEDDINGS
+    adam: Patterns = EMBEDDINGS
     adam_lr: PositiveFloat = 0.1
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
