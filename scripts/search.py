@@ -1,5 +1,5 @@
-"""The searches behind PreFedM and PreFedS (docs/decisions/042, 044): forms of a preconditioned
-client on three tasks.
+"""The searches behind PreFedM, PreFedS and PreFedC (docs/decisions/042, 044, 049): forms of a
+preconditioned client on three tasks.
 
 python scripts/search.py [--out docs/results/search] [--workers 2]
 
@@ -70,11 +70,21 @@ SPECTRAL: dict[str, dict[str, Any]] = {
     "PreFedS, tau = .1 relative": {"name": "prefeds", "tau_relative": 0.1},
     "PreFedS, tau = .3 relative": {"name": "prefeds", "tau_relative": 0.3},
     "PreFedS, tau = 1 relative": {"name": "prefeds", "tau_relative": 1.0},
+    "PreFedS, refresh = 5": {"name": "prefeds", "refresh": 5},
+    "PreFedS, refresh = 10": {"name": "prefeds", "refresh": 10},
+    "PreFedC, own_lr = 0": {"name": "prefedc", "own_lr": 0.0},
+    "PreFedC, own_lr = .5": {"name": "prefedc", "own_lr": 0.5},
+    "PreFedC": {"name": "prefedc"},
+    "PreFedC, own_lr = 2": {"name": "prefedc", "own_lr": 2.0},
+    "PreFedC, beta1 = .8": {"name": "prefedc", "beta1": 0.8},
+    "PreFedC, beta1 = .95": {"name": "prefedc", "beta1": 0.95},
+    "PreFedCLite": {"name": "prefedclite"},
 }
 """Orthogonal steps have other step sizes."""
 FORMS |= SPECTRAL
 SPECTRAL_RATES = {
-    "digits-noniid": [0.01, 0.02], "synthetic": [0.005, 0.01, 0.02], "cifar10-noniid": [0.02],
+    "digits-noniid": [0.01, 0.02, 0.04], "synthetic": [0.0025, 0.005, 0.01, 0.02],
+    "cifar10-noniid": [0.01, 0.02, 0.04],
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from pydantic import NonNegativeInt, PositiveFloat
 from torch import Tensor
 
 from prefed.core.layout import Entry, Layout
+from prefed.core.patterns import Patterns
 from prefed.rules.fitted import Fitted
 from prefed.rules.muon import EMBEDDINGS, orthogonal
 from prefed.rules.rule import Field, Fraction, State, accumulate, grow_mass
@@ -87,13 +88,11 @@ class ByLayer(Fitted):
         found: tuple[list[Entry], list[slice], list[slice]] = [], [], []
         matrices, embeddings, vectors = found
         for entry in self.layout.entries:
-            size = math.prod(entry.shape)
-            place = slice(entry.offset, entry.offset + size)
             if len(entry.shape) < 2:
-                vectors.append(place)
+                vectors.append(place_of(entry))
             elif self.is_embedding(entry):
-                embeddings.append(place)
-            elif size:
+                embeddings.append(place_of(entry))
+            elif math.prod(entry.shape):
                 matrices.append(entry)
         return found
 
@@ -136,10 +135,14 @@ class ByLayer(Fitted):
         """What each gradient is multiplied by (C, 1): 1, unless it explodes. The first of all may
         have any length."""
         assert self.clip_relative is not None
-        m, P = state["m"] / state["m_mass"], state["P"].sum(-1, keepdim=True) / state["P_mass"]
-        expected = (P + m.square().sum(-1, keepdim=True)).sqrt_()
+        expected = self.expected(state)
         share = self.clip_relative * expected / torch.linalg.vector_norm(g, dim=-1, keepdim=True)
         return torch.where(expected > 0, share.clamp_(max=1), 1.0)
+
+    def expected(self, state: State) -> Tensor:
+        """The length of a gradient, by m and P (C, 1)."""
+        m, P = state["m"] / state["m_mass"], state["P"].sum(-1, keepdim=True) / state["P_mass"]
+        return (P + m.square().sum(-1, keepdim=True)).sqrt_()
 
     def divided(self, w: Tensor, m: Tensor, root: Tensor, places: list[slice], lr: float) -> None:
         """w -= lr * m / (sqrt(P) + tau_relative*r) there, r over all of these places."""
@@ -154,34 +157,38 @@ class ByLayer(Fitted):
         r = root.square().mean((-2, -1), keepdim=True).sqrt_()
         return r, root / torch.where(r > 0, r, 1.0) + self.tau_relative
 
-    def see_in_c(self, vector: str, line: str) -> list[str]:
-        """m, P and their masses in C, and one more vector of the step: its name, and the line that
-        fills it. `its` is the gradient there, `off` its distance from m."""
+    def begin_in_c(self, expected: str) -> list[str]:
+        """Numbers that a step in C needs, and how much shorter the gradient is made if it is longer
+        than `expected` tells."""
         lines = [
             f"const real beta1 = {self.beta1!r}, beta2 = {self.beta2!r};",
             f"const real new1 = {1 - self.beta1!r}, new2 = {1 - self.beta2!r};",
-            f"static _Thread_local real {vector}[SIZE];",
             "real shorter = 1, r;",
         ]
         if self.clip_relative is not None:
             lines += [
-                "const double expected = sqrt(total(P, SIZE) / P_mass[0] +",
-                "                             squares(m, SIZE) / (m_mass[0] * m_mass[0]));",
+                f"const double expected = {expected};",
                 f"const double limit = {self.clip_relative!r} * expected / sqrt(squares(g, SIZE));",
                 "if (expected > 0) shorter = limit > 1 ? 1 : limit;",
             ]
         return [
             *lines,
-            "for (int64_t i = 0; i < SIZE; i++) {",
+            "m_mass[0] += new1 * (1 - m_mass[0]);",
+            "P_mass[0] += new2 * (1 - P_mass[0]);",
+            "const real step = lr / m_mass[0], share = 1 / P_mass[0];",
+        ]
+
+    def see_in_c(self, place: slice, *then: str) -> list[str]:
+        """m and P in C, and other lines for each of these numbers: `its` is the gradient there,
+        `off` its distance from m."""
+        return [
+            f"for (int64_t i = {place.start}; i < {place.stop}; i++) {{",
             "    const real its = shorter * g[i];",
             "    const real off = beta1 * (its - m[i]); /* its - m, once m has moved */",
             "    m[i] = lerp(m[i], its, new1);",
             "    P[i] = beta2 * P[i] + new2 * (off * off);",
-            f"    {vector}[i] = {line};",
+            *(f"    {line}" for line in then),
             "}",
-            "m_mass[0] += new1 * (1 - m_mass[0]);",
-            "P_mass[0] += new2 * (1 - P_mass[0]);",
-            "const real step = lr / m_mass[0], share = 1 / P_mass[0];",
         ]
 
     def rest_in_c(self, embeddings: list[slice], vectors: list[slice]) -> Iterator[str]:
@@ -208,6 +215,10 @@ def by_rows(entry: Entry) -> bool:
     """Its rows lie one behind another, whatever the order inside them."""
     rows, columns = shape(entry)
     return rows == 1 or entry.stride[0] == columns
+
+
+def place_of(entry: Entry) -> slice:
+    return slice(entry.offset, entry.offset + math.prod(entry.shape))
 
 
 def scale(entry: Entry) -> float:

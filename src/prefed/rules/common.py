@@ -3,7 +3,6 @@ its running mean beside it."""
 
 import math
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from pydantic import NonNegativeFloat
 from torch import Tensor
 
 from prefed.core.layout import Entry, Layout
-from prefed.rules.by_layer import MOST, ByLayer, scale, shape
+from prefed.rules.by_layer import MOST, ByLayer, place_of, scale, shape
 from prefed.rules.covariance_matrix import matrices
 from prefed.rules.rule import RULES, Field, Fraction, State
 
@@ -20,8 +19,8 @@ from prefed.rules.rule import RULES, Field, Fraction, State
 @RULES.register("common")
 @dataclass(frozen=True)
 class Common(ByLayer):
-    """m and P, embeddings and vectors as in ByLayer. For a weight matrix, with r the root mean
-    square of sqrt(P) over it, once a round from the m and P that the server has sent,
+    """m and P, embeddings and vectors as in ByLayer. For a weight matrix, once a round, from the m
+    and P that the server has sent, and with r the root mean square of that sqrt(P),
 
         O = orthogonal(m)                               by Newton-Schulz iterations, as in Muon
         u = O / (sqrt(P) + tau_relative*r)              scaled to the norm of O
@@ -32,8 +31,10 @@ class Common(ByLayer):
         w = w - lr * sqrt(max(1, rows/columns)) * (u + own_lr * own)
 
     Entries of u and own are of one size: 1/sqrt(max(rows, columns)) in the root mean square, if
-    all singular values are one and P is the variance that it estimates. Before the first round
-    there is no m, and u is zero.
+    all singular values are one and P is the variance that it estimates. While the server has no P,
+    in the first round, u and own are zero.
+
+    How long a gradient is expected to be is also as the server's m and P say.
 
     own_lr         the step size of `own`, as a share of that of u
     """
@@ -42,49 +43,63 @@ class Common(ByLayer):
     own_lr: NonNegativeFloat = 1.0
 
     def fields(self, layout: Layout) -> dict[str, Field]:
-        return super().fields(layout) | {"u": Field((layout.size,), cache=True)}
+        scales = Field((1 + len(self.fit(layout).places[0]),), cache=True)
+        u = Field((layout.size,), cache=True)
+        return super().fields(layout) | {"u": u, "scales": scales}
 
     def begin(self, w: Tensor, state: State) -> None:
-        """All clients begin with the same m and P, so u is computed once and remembered: once a
-        round and thread."""
+        """All clients begin with the same m and P, so what follows from them is computed once and
+        remembered: once a round and thread."""
         if w.dim() == 1:
             state = {name: value.unsqueeze(0) for name, value in state.items()}
-        m, P, u = state["m"], state["P"], state["u"]
-        rows = slice(1) if bool((m == m[:1]).all() and (P[:1] == P).all()) else slice(None)
-        for row in range(len(m[rows])):
-            u[row].copy_(self._remembered(m[row], P[row], state["P_mass"][row]))
-        if rows.stop == 1:
-            u[1:].copy_(u[:1].expand(len(u) - 1, -1))
+        m, P = state["m"], state["P"]
+        if m.device.type != "cpu":  # to look at them would keep everybody waiting
+            found = self.seen_from(state)
+        elif bool(m.eq(m[:1]).all() and P.eq(P[:1]).all()):
+            found = self._remembered({name: value[:1] for name, value in state.items()})
+        else:
+            each = [
+                {n: value[row : row + 1] for n, value in state.items()} for row in range(len(m))
+            ]
+            found = tuple(map(torch.cat, zip(*map(self.seen_from, each), strict=True)))
+        state["u"].copy_(found[0])
+        state["scales"].copy_(found[1])
 
-    def _remembered(self, m: Tensor, P: Tensor, mass: Tensor) -> Tensor:
-        """u for this m and P (d)."""
-        if len(m) > MOST:
-            return self.direction(m, P, mass)
+    def _remembered(self, state: State) -> tuple[Tensor, ...]:
+        """`seen_from` for a block of one."""
+        m, P = state["m"], state["P"]
+        if m.numel() > MOST:
+            return self.seen_from(state)
         known: Known | None = _local.__dict__.get("newest")
         if known is None or not known.is_of(self, m, P):
-            u = self.direction(m, P, mass)
-            known = _local.newest = Known(self, m.clone(), P.clone(), u)
-        return known.u
+            found = self.seen_from(state)
+            known = _local.newest = Known(self, m.clone(), P.clone(), found)
+        return known.found
 
-    def direction(self, m: Tensor, P: Tensor, mass: Tensor) -> Tensor:
-        """u of one holder; zero for all that is no matrix, and while there is no m."""
-        u, root = torch.zeros_like(m), (P / mass).sqrt_()
-        if mass > 0:
-            for entry in self.places[0]:
-                one = (matrices(x.unsqueeze(0), entry) for x in (m, root))
-                entry.view(u).copy_(self.turned(*one).reshape(entry.shape))
-        return u
+    def seen_from(self, state: State) -> tuple[Tensor, ...]:
+        """u (C, d), zero for all that is no matrix; and the length to expect of a gradient, with r
+        of each matrix behind it. All are zero while there is no P."""
+        m, mass = state["m"], state["P_mass"]
+        u, root, is_there = torch.zeros_like(m), (state["P"] / mass).sqrt_(), mass > 0
+        scales = [super().expected(state)]
+        for entry in self.places[0]:
+            its_root, target = matrices(root, entry), entry.view(u)
+            target.copy_(self.turned(matrices(m, entry), its_root).reshape(target.shape))
+            scales.append(its_root.square().mean((-2, -1)).sqrt_().unsqueeze(-1))
+        return u.where(is_there, 0.0), torch.cat(scales, -1).where(is_there, 0.0)
+
+    def expected(self, state: State) -> Tensor:
+        return state["scales"][:, :1]
 
     def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
         if w.dim() == 1:  # one holder is a block of one
             state = {name: value.unsqueeze(0) for name, value in state.items()}
             w, g = w.unsqueeze(0), g.unsqueeze(0)
         seen = self.see(g, state)
-        for entry in self.places[0]:
-            off, root = entry.view(seen.off), entry.view(seen.root)
-            r = matrices(seen.root, entry).square().mean((-2, -1)).sqrt_()
+        for entry, r in zip(self.places[0], state["scales"][:, 1:].unbind(-1), strict=True):
             r = r.view(-1, *[1] * len(entry.shape))
-            own = torch.where(r > 0, off / (root + self.tau_relative * r), 0.0)
+            tau = torch.where(r > 0, self.tau_relative * r, math.inf)
+            own = entry.view(seen.off) / (entry.view(seen.root) + tau)
             along = entry.view(state["u"]).add(own, alpha=self.own_share(entry))
             entry.view(w).sub_(along, alpha=lr * scale(entry))
         self.move_rest(w, seen, lr)
@@ -95,30 +110,27 @@ class Common(ByLayer):
     def in_c(self) -> str | None:
         whole, embeddings, vectors = self.places
         assert self.layout is not None
-        if self.layout.size > MOST:
-            return None
-        lines = self.see_in_c("apart", "off")
-        rest = self.rest_in_c(embeddings, vectors)
-        return "\n    ".join(["", *lines, *self._matrices(whole), *rest])
-
-    def _matrices(self, whole: list[Entry]) -> Iterator[str]:
-        """In C."""
-        for entry in whole:
-            at, size = entry.offset, math.prod(entry.shape)
-            yield f"r = SQRT(share * (total(P + {at}, {size}) / {size}));"
-            given = (
-                f"{self.own_share(entry)!r}, apart + {at}, share, P + {at}, {self.tau_relative!r}"
-            )
-            yield f"both({size}, {scale(entry)!r} * lr, u + {at}, {given}, r, w + {at});"
+        lines = self.begin_in_c("scales[0]")
+        lines += ["real its_lr, own_lr, tau;"] if whole else []
+        for n, entry in enumerate(whole, 1):
+            lines += [
+                f"its_lr = {scale(entry)!r} * lr, own_lr = {self.own_share(entry)!r};",
+                f"tau = scales[{n}] > 0 ? {self.tau_relative!r} * scales[{n}] : INFINITY;",
+            ]
+            own = "own_lr * off / (SQRT(share * P[i]) + tau)"
+            lines += self.see_in_c(place_of(entry), f"w[i] -= its_lr * (u[i] + {own});")
+        for place in (*embeddings, *vectors):
+            lines += self.see_in_c(place)
+        return "\n    ".join(["", *lines, *self.rest_in_c(embeddings, vectors)])
 
 
 class Known(NamedTuple):
-    """A direction, and what it is of."""
+    """What follows from an m and a P (1, d)."""
 
     rule: Common
     m: Tensor
     P: Tensor
-    u: Tensor
+    found: tuple[Tensor, ...]
 
     def is_of(self, rule: Common, m: Tensor, P: Tensor) -> bool:
         same = self.rule == rule and self.m.dtype == m.dtype and self.m.shape == m.shape

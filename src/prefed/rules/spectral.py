@@ -69,9 +69,16 @@ class Spectral(ByLayer):
         large = self.layout.size > MOST or any(min(shape(entry)) > LARGEST for entry in whole)
         if large or not all(map(by_rows, whole)):
             return None
-        lines = self.see_in_c("ahead", "lerp(its, m[i], beta1)")
-        rest = self.rest_in_c(embeddings, vectors)
-        return "\n    ".join(["", *lines, *self._matrices(whole), *rest])
+        expected = "sqrt(total(P, SIZE) / P_mass[0] + squares(m, SIZE) / (m_mass[0] * m_mass[0]))"
+        everything = slice(0, self.layout.size)
+        lines = [
+            *self.begin_in_c(expected),
+            "static _Thread_local real ahead[SIZE];",
+            *self.see_in_c(everything, "ahead[i] = lerp(its, m[i], beta1);"),
+            *self._matrices(whole),
+            *self.rest_in_c(embeddings, vectors),
+        ]
+        return "\n    ".join(["", *lines])
 
     def _matrices(self, whole: list[Entry]) -> Iterator[str]:
         """In C."""

@@ -217,14 +217,14 @@ class PreFedS(Algorithm):
 class PreFedC(PreFedS):
     """Steps of matrices along one direction for all clients, and along what is each one's own."""
 
-    def direction(self, e: Layer) -> Array:
-        """What the server's m and P say of a matrix; nothing before the first round."""
-        if not self.shared["P_mass"]:
-            return np.zeros(e.shape).ravel()
+    def direction(self, e: Layer) -> tuple[Array, float]:
+        """What the server's m and P say of a matrix: where to, and tau."""
         m, p = (self.shared[name][e.slice] for name in ("m", "P"))
         whole = newton_schulz(m.reshape(e.shape), self.options["iterations"]).ravel()
-        u = self.divided(whole, p / self.shared["P_mass"])
-        return np.asarray(u * np.linalg.norm(whole) / (np.linalg.norm(u) + 1e-30))
+        p = p / self.shared["P_mass"]
+        u = self.divided(whole, p)
+        r = np.sqrt(np.mean(p))
+        return u * np.linalg.norm(whole) / (np.linalg.norm(u) + 1e-30), r
 
     def client(self, t: int, w: Array, i: int) -> tuple[Array, dict[str, Any], float]:
         """The steps of client i: its weights, its state and its loss."""
@@ -232,14 +232,16 @@ class PreFedC(PreFedS):
         b1, b2 = o["beta1"], o["beta2"]
         s: dict[str, Any] = dict(self.shared)
         w_i, loss_i = w.copy(), 0.0
-        common = [self.direction(e) for e in self.layers]
+        begun = s["P_mass"] > 0
+        common = [self.direction(e) if begun else (0.0, 0.0) for e in self.layers]
+        most = 0.0
+        if begun and o["clip_relative"]:
+            expected = np.sum((s["m"] / s["m_mass"]) ** 2) + np.sum(s["P"]) / s["P_mass"]
+            most = float(o["clip_relative"] * np.sqrt(expected))
         for x, y in self.task.local_data(t, i):
             loss, g = self.task.gradient(w_i, x, y)
             loss_i += loss / self.task.count(t, i)
-            if o["clip_relative"] and s["m_mass"] > 0:
-                expected = np.sum((s["m"] / s["m_mass"]) ** 2) + np.sum(s["P"]) / s["P_mass"]
-                most = o["clip_relative"] * np.sqrt(expected)
-                g = g * min(1.0, most / np.linalg.norm(g)) if most > 0 else g
+            g = g * min(1.0, most / float(np.linalg.norm(g))) if most > 0 else g
             s["m"] = b1 * s["m"] + (1 - b1) * g
             apart = g - s["m"]
             s["P"] = b2 * s["P"] + (1 - b2) * apart**2
@@ -250,12 +252,12 @@ class PreFedC(PreFedS):
             after[v] -= lr * o["plain_lr"] * self.divided(m[v], p[v])
             for e in self.tables:
                 after[e.slice] -= lr * o["embedding_lr"] * self.divided(m[e.slice], p[e.slice])
-            for e, u in zip(self.layers, common, strict=True):
+            for e, (u, r) in zip(self.layers, common, strict=True):
                 rows, columns = e.shape
-                root = np.sqrt(p[e.slice])
-                divisor = root + o["tau_relative"] * np.sqrt(np.mean(root**2))
-                own = np.divide(apart[e.slice], divisor, out=np.zeros(len(root)), where=divisor > 0)
-                step = u + o["own_lr"] * own / np.sqrt(max(rows, columns))
+                step = u
+                if r > 0:
+                    own = apart[e.slice] / (np.sqrt(p[e.slice]) + o["tau_relative"] * r)
+                    step = u + o["own_lr"] * own / np.sqrt(max(rows, columns))
                 after[e.slice] -= lr * np.sqrt(max(1.0, rows / columns)) * step
             w_i = self.aligned(t, i, w_i, after)
         return w_i, s, loss_i

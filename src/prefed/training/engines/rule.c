@@ -9,30 +9,38 @@ static inline real lerp(real a, real b, real share)
     return share < (real)0.5 ? a + share * (b - a) : b - (1 - share) * (b - a);
 }
 
-/* The sum of some numbers, in sixteen parts, whatever the processor. */
+enum { SUMS = 64, TOGETHER = 4096 }; /* sums side by side, whatever the processor; numbers in each part of them */
+
+/* What TERM makes of the numbers i, added up. */
+#define ADD_UP(size, TERM)                                                 \
+    double all = 0;                                                        \
+    for (int64_t first = 0; first < size; first += TOGETHER) {             \
+        const int64_t last = first + TOGETHER < size ? first + TOGETHER : size; \
+        real t[SUMS] = {0};                                                \
+        int64_t start = first;                                             \
+        for (; start + SUMS <= last; start += SUMS)                        \
+            for (int l = 0; l < SUMS; l++) {                               \
+                const int64_t i = start + l;                               \
+                t[l] += TERM;                                              \
+            }                                                              \
+        for (int64_t i = start; i < last; i++) t[i - start] += TERM;       \
+        for (int half = SUMS / 2; half; half /= 2)                         \
+            for (int l = 0; l < half; l++) t[l] += t[l + half];            \
+        all += t[0];                                                       \
+    }
+
+/* The sum of some numbers. */
 static inline real total(const real *x, int64_t size)
 {
-    double t[16] = {0};
-    int64_t i = 0;
-    for (; i + 16 <= size; i += 16)
-        for (int l = 0; l < 16; l++) t[l] += x[i + l];
-    for (; i < size; i++) t[0] += x[i];
-    for (int half = 8; half; half /= 2)
-        for (int l = 0; l < half; l++) t[l] += t[l + half];
-    return (real)t[0];
+    ADD_UP(size, x[i])
+    return (real)all;
 }
 
-/* The sum of their squares, likewise. */
+/* The sum of their squares. */
 static inline double squares(const real *x, int64_t size)
 {
-    double t[16] = {0};
-    int64_t i = 0;
-    for (; i + 16 <= size; i += 16)
-        for (int l = 0; l < 16; l++) t[l] += (double)x[i + l] * x[i + l];
-    for (; i < size; i++) t[0] += (double)x[i] * x[i];
-    for (int half = 8; half; half /= 2)
-        for (int l = 0; l < half; l++) t[l] += t[l + half];
-    return t[0];
+    ADD_UP(size, x[i] * x[i])
+    return all;
 }
 
 /* w -= lr m / (sqrt(P) + relative * r); where r is zero, lr m / 0.001. */
@@ -40,13 +48,4 @@ static inline void along(int64_t size, real lr, const real *m, real share, const
 {
     for (int64_t i = 0; i < size; i++)
         w[i] -= lr * m[i] / (r > 0 ? SQRT(share * P[i]) + (real)relative * r : (real)0.001);
-}
-
-/* w -= lr (u + own_lr x / (sqrt(P) + relative * r)); where r is zero, lr u. */
-static inline void both(int64_t size, real lr, const real *u, real own_lr, const real *x, real share, const real *P,
-                        double relative, real r, real *w)
-{
-    const real tau = (real)relative * r;
-    for (int64_t i = 0; i < size; i++)
-        w[i] -= lr * (r > 0 ? u[i] + own_lr * x[i] / (SQRT(share * P[i]) + tau) : u[i]);
 }
