@@ -69,9 +69,13 @@ CLAIMS = [
         Claim(f"(not in the paper) PreFedS outperforms {theirs}", "PreFedS", theirs)
         for theirs in ("FedMuon", "FedPAC", "PreFedM", "FedAvgM", "FedAdam", "AdaAlter", "PreFed")
     ),
+    *(
+        Claim(f"(not in the paper) PreFedC outperforms {theirs}", "PreFedC", theirs)
+        for theirs in ("PreFedS", "FedMuon", "FedPAC", "FedAvgM", "FedAdam", "AdaAlter", "PreFed")
+    ),
 ]  # fmt: skip
 
-CHOSEN = ("PreFedS", "PreFedSLite", "PreFedM", "PreFedMLite")
+CHOSEN = ("PreFedS", "PreFedSLite", "PreFedC", "PreFedCLite", "PreFedM", "PreFedMLite")
 """Algorithms that should be first in every study, or level with the first."""
 MEANT = ", mean of rounds"
 """What lines are called that were given such a mean besides what their papers have."""

@@ -42,6 +42,7 @@ ALGORITHMS = [
     "fedavg", "fedavgm", "fedprox", "scaffold", "fedadagrad", "fedadam", "fedyogi", "adaalter",
     "localadam", "fedcm", "fedlada", "fedadamw", "fedlion", "fedmuon", "mimelite", "fedpac",
     "prefed", "prefedlite", "prefedopt", "prefedm", "prefedmlite", "prefeds", "prefedslite",
+    "prefedc", "prefedclite",
 ]  # fmt: skip
 Job = tuple[str, str, int]
 

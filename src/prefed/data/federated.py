@@ -26,6 +26,8 @@ from prefed.data.samples import (
 )
 
 Transform = Callable[[Inputs], Inputs]
+"""A batch of x on its way to the model. One whose `takes_blocks` is true may be given those of many
+clients at once, with a dimension more in front; others are called through vmap then."""
 Augment = Callable[[Inputs, np.random.Generator], Inputs]
 """A batch of x and a generator keyed to it -> the batch with random changes. One whose
 `keeps_shape` is true gives samples of the shape that they had."""
