@@ -78,6 +78,15 @@ class Pair(Algorithm):
     per_step: bool = False
     """Divide the mean change by the number of local steps."""
 
+    @field_validator("server")
+    @classmethod
+    def _steps_on_a_server(cls, server: Rule) -> Rule:
+        if server.of_clients:
+            raise ValueError(
+                f"{server.written()['name']} is for clients: it steps along what the server sends"
+            )
+        return server
+
     @field_validator("share")
     @classmethod
     def _fits(cls, share: dict[str, Policy], info: ValidationInfo) -> dict[str, Policy]:

@@ -4,7 +4,7 @@ its running mean beside it."""
 import math
 import threading
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from pydantic import NonNegativeFloat
@@ -39,6 +39,8 @@ class Common(ByLayer):
     own_lr         the step size of `own`, as a share of that of u
     """
 
+    of_clients: ClassVar[bool] = True
+
     beta1: Fraction = 0.9
     own_lr: NonNegativeFloat = 1.0
 
@@ -67,13 +69,12 @@ class Common(ByLayer):
 
     def _remembered(self, state: State) -> tuple[Tensor, ...]:
         """`seen_from` for a block of one."""
-        m, P = state["m"], state["P"]
-        if m.numel() > MOST:
+        if state["m"].numel() > MOST:
             return self.seen_from(state)
         known: Known | None = _local.__dict__.get("newest")
-        if known is None or not known.is_of(self, m, P):
-            found = self.seen_from(state)
-            known = _local.newest = Known(self, m.clone(), P.clone(), found)
+        if known is None or not known.is_of(self, state):
+            copied = {name: state[name].clone() for name in SENT}
+            known = _local.newest = Known(self, copied, self.seen_from(state))
         return known.found
 
     def seen_from(self, state: State) -> tuple[Tensor, ...]:
@@ -124,17 +125,20 @@ class Common(ByLayer):
         return "\n    ".join(["", *lines, *self.rest_in_c(embeddings, vectors)])
 
 
+SENT = "m", "P", "m_mass", "P_mass"
+"""Fields that the server sends."""
+
+
 class Known(NamedTuple):
-    """What follows from an m and a P (1, d)."""
+    """What follows from the state that the server has sent (1, ...)."""
 
     rule: Common
-    m: Tensor
-    P: Tensor
+    state: State
     found: tuple[Tensor, ...]
 
-    def is_of(self, rule: Common, m: Tensor, P: Tensor) -> bool:
-        same = self.rule == rule and self.m.dtype == m.dtype and self.m.shape == m.shape
-        return same and torch.equal(self.m, m) and torch.equal(self.P, P)
+    def is_of(self, rule: Common, state: State) -> bool:
+        pairs = [(self.state[name], state[name]) for name in SENT]
+        return self.rule == rule and all(a.dtype == b.dtype and a.equal(b) for a, b in pairs)
 
 
 _local = threading.local()

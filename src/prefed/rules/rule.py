@@ -64,6 +64,9 @@ class Rule(ABC):
     lockstep: ClassVar[bool] = False
     """The cohort meets in every step: `state["mean"]` is its mean gradient."""
 
+    of_clients: ClassVar[bool] = False
+    """It lives by what the server sends when a round begins: no server can step with it."""
+
     @property
     def in_parts(self) -> bool:
         """A step may be cut into blocks of coordinates: nothing in it is of all of them."""

@@ -209,8 +209,9 @@ def _try(rule: Rule, layout: Layout, weights: Tensor, lr: float, steps: int) -> 
         w = start.clone()
         state = {n: field.new(weights, clients) for n, field in rule.fields(layout).items()}
         given = dict(state)
-        rule.begin(w, state)
-        for k in range(steps):
+        for k in [*range(steps)] * 2:  # in the first round a rule may only gather what it needs
+            if k == 0:
+                rule.begin(w, state)
             g = torch.full_like(w, 0.5)
             if rule.lockstep:
                 state["mean"] = g[0].clone()
