@@ -10,7 +10,7 @@ from torch import nn
 
 import prefed
 from prefed.core.layout import Layout
-from prefed.rules.common import Common
+from prefed.rules.common_direction import Common
 from tests.helpers.problems import SIZES, tiny_data, tiny_model
 
 WEIGHTS = (SIZES[0] + 1) * SIZES[1] + (SIZES[1] + 1) * SIZES[2]

@@ -175,6 +175,8 @@ def test_of_a_loss_of_ones_own_it_is_not_known_what_several_numbers_mean() -> No
     bce = nn.functional.binary_cross_entropy_with_logits
     for loss in (bce, nn.BCEWithLogitsLoss(), "bce"):
         prefed.simulate(prefed.FedAvg(client_lr=0.1), tiny_model(), data, loss=loss, **common)
+    doubtful = (x, torch.eye(3, dtype=torch.float64).repeat(4, 1))
+    data = prefed.FederatedData([doubtful], test=doubtful)
     with pytest.raises(prefed.PrefedError, match=r'^metrics: .* set loss="bce"'):
         prefed.simulate(
             prefed.FedAvg(client_lr=0.1), tiny_model(), data, loss=lambda o, t: bce(o, t), **common

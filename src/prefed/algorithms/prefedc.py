@@ -1,10 +1,10 @@
 from pydantic import NonNegativeFloat
 
 from prefed.algorithms.algorithm import ALGORITHMS
-from prefed.algorithms.by_layer import ByLayer
 from prefed.algorithms.fedavg import Fraction
+from prefed.algorithms.layerwise import ByLayer
 from prefed.rules import Rule
-from prefed.rules.common import Common
+from prefed.rules.common_direction import Common
 
 
 @ALGORITHMS.register("prefedc")

@@ -3,7 +3,7 @@ from typing import ClassVar
 from pydantic import PositiveInt
 
 from prefed.algorithms.algorithm import ALGORITHMS
-from prefed.algorithms.by_layer import ByLayer
+from prefed.algorithms.layerwise import ByLayer
 from prefed.rules import Rule
 from prefed.rules.spectral import Spectral
 

@@ -89,17 +89,23 @@ def _owner(name: str) -> str:
 
 
 def _is_norm(layer: nn.Module) -> bool:
-    """Many models have classes of their own, such as LlamaRMSNorm and T5LayerNorm."""
-    kinds = type(layer).__mro__
-    return isinstance(layer, NORMS) or any(NORM_NAMES.search(kind.__name__) for kind in kinds)
+    """Many models have classes of their own, such as LlamaRMSNorm and T5LayerNorm; one with a
+    matrix, such as LinearNorm, is none."""
+    if isinstance(layer, NORMS):
+        return True
+    named_so = any(NORM_NAMES.search(kind.__name__) for kind in type(layer).__mro__)
+    return named_so and all(max(p.shape, default=1) == p.numel() for p in layer.parameters(False))
 
 
 def _check_last(module: nn.Module, names: Sequence[str]) -> None:
-    """A last layer that shares its weights with another has not got them under its own name."""
+    """A last layer that shares its weights with another has not got them under its own name. One
+    that stands in two places has the name of the first."""
+    layers = dict(module.named_modules(remove_duplicate=False))
+    own = {id(layers[_owner(name)]) for name in names}
     every = module.named_parameters(remove_duplicate=False)
     last = [name for name, parameter in every if parameter.requires_grad]
     other = [n for n in last if _owner(n) == _owner(last[-1]) and n not in names]
-    if other:
+    if other and id(layers[_owner(other[0])]) not in own:
         raise PrefedError(
             f"personal: '@last' would be {_owner(other[0])}, which shares {other[0]} with another "
             f"layer; name the parameters that are to stay; there are {', '.join(names)}"

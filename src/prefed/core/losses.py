@@ -166,14 +166,16 @@ def shares(loss: Callable[..., Tensor], parts: Sequence[Tensor]) -> list[float]:
     return [count / (sum(counts) or 1) for count in counts]
 
 
-Reading = Literal["classes", "several", "unknown"]
+Reading = Literal["classes", "several", "numbers", "unknown"]
 """What a target means that has as many numbers as there are outputs: probabilities of classes,
-several labels of 0 or 1, or what cannot be known."""
+several labels of 0 or 1, numbers, or what cannot be known."""
 
 
 def reading(loss: Callable[..., Tensor]) -> Reading:
     if options_of_cross_entropy(loss) is not None:
         return "classes"
+    if is_one_of(loss, (by_targets, squared_error)):
+        return "numbers"
     of_torch = isinstance(loss, nn.BCEWithLogitsLoss)
     known = of_torch or is_one_of(loss, (binary_cross_entropy, binary_cross_entropy_with_logits))
     return "several" if known else "unknown"

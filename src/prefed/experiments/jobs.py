@@ -251,8 +251,9 @@ def _work() -> None:
     newest = NewestData()
     out = sys.stdout
     sys.stdout = sys.stderr  # what a model or a plug-in prints must not mix with the events
-    while True:
-        job = json.loads(jobs.get())
+
+    def carry_out(job: dict[str, Any]) -> dict[str, Any]:
+        """The last event of the job. Nothing of it is left when the next begins."""
         folder = None if job["folder"] is None else Path(job["folder"])
         tell = Tell()
         try:
@@ -267,14 +268,16 @@ def _work() -> None:
                 what = config.make_run(make, data=data)
                 what.evaluate_from = job["evaluate_from"]
             execute(what, folder, resume=True, callbacks=callbacks, make_trainer=make, data=data)
-            event: dict[str, Any] = {"done": True, "engine": tell.run.trainer.engine}
+            return {"done": True, "engine": tell.run.trainer.engine}
         except Diverged as error:
-            event = {"diverged": str(error)}
+            return {"diverged": str(error)}
         except PrefedError as error:
-            event = {"failed": str(error)}
+            return {"failed": str(error)}
         except Exception as error:  # a job that fails must not take the others with it
-            event = {"failed": f"{type(error).__name__}: {error}"}
-        print(json.dumps(event), file=out, flush=True)
+            return {"failed": f"{type(error).__name__}: {error}"}
+
+    while True:
+        print(json.dumps(carry_out(json.loads(jobs.get()))), file=out, flush=True)
 
 
 class NewestData:

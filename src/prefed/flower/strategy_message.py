@@ -86,7 +86,7 @@ class Asked:
                 f"privacy: the server would add noise to {', '.join(others)}, which this model "
                 f"does not train under that name; {leave}"
             )
-        if others and not algorithm.server_rule().in_parts:
+        if others and algorithm.server_rule().counts_all:
             raise PrefedError(
                 f"{type(algorithm).__name__}: with these options the server's step is worked out "
                 f"of all weights together, and it would count {', '.join(others)}, which this "

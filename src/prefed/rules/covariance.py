@@ -66,6 +66,10 @@ class Covariance(Rule):
     def in_parts(self) -> bool:
         return self.elementwise and self.tau_relative is None
 
+    @property
+    def counts_all(self) -> bool:
+        return self.tau_relative is not None
+
     def root(self, P: Tensor) -> Tensor:
         """sqrt(P) + tau, for one holder or for a block of clients."""
         return P.sqrt().add_(self.tau_for(P))

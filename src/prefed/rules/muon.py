@@ -74,6 +74,10 @@ class Muon(Fitted):
     beta2: Fraction = 0.95
     tau: PositiveFloat = 1e-10
 
+    @property
+    def counts_all(self) -> bool:
+        return False  # matrices go one by one
+
     def fields(self, layout: Layout) -> dict[str, Field]:
         fitted = self.fit(layout)
         if not fitted.weights:

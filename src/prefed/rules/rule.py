@@ -72,6 +72,11 @@ class Rule(ABC):
         """A step may be cut into blocks of coordinates: nothing in it is of all of them."""
         return self.elementwise
 
+    @property
+    def counts_all(self) -> bool:
+        """Something in a step is worked out of all weights together."""
+        return not self.in_parts
+
     def fields(self, layout: Layout) -> dict[str, Field]:
         """The named state for weights of this layout."""
         return {}

@@ -78,6 +78,10 @@ class SOAP(Fitted):
     refresh: PositiveInt = 10
     largest_side: PositiveInt = 256
 
+    @property
+    def counts_all(self) -> bool:
+        return False  # matrices go one by one
+
     def fields(self, layout: Layout) -> dict[str, Field]:
         vector, factors = (layout.size,), (sum(s.size**2 for s in self.fit(layout).sides),)
         mass = Field((1,), nonnegative=True)

@@ -113,13 +113,24 @@ class KeyedDropout(TorchFunctionMode):
             return func(*args, **kwargs)
         x, p, training, inplace = _arguments(*args, **kwargs)
         found = self.drop(x, p, whole_features) if training else x
-        return x.copy_(found) if inplace and found is not x else found
+        if not inplace or found is x or _kept_by_relu(x):
+            return found
+        return x.copy_(found)
 
     def drop(self, x: Tensor, p: float, whole_features: bool = False) -> Tensor:
         if p == 0:
             return x
         self.calls += 1
         return dropout(x, p, self.key, self.calls, whole_features)
+
+
+def _kept_by_relu(x: Tensor) -> bool:
+    """ReLU needs what it gave on the way back, which nobody may write over. It stands right before
+    a dropout in place where max-pooling has been moved before it (pooling.py): torch has the
+    pooling there, and trains."""
+    while torch._C._functorch.is_batchedtensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x.grad_fn is not None and x.grad_fn.name().startswith("Relu")
 
 
 def _arguments(

@@ -134,16 +134,17 @@ class LocalTrainer(Trainer):
         self.lent = []
         kept: dict[int, State] = {}
         mean, place = self._collect(server, clients), {c: n for n, c in enumerate(clients)}
+        in_worker = self.task.device.type == "cpu"  # sums would be of its stream's memory
 
         def summed(block: Sequence[int], update: Update) -> tuple[Sequence[int], State, Added]:
             weights = [self.settings.weight(c, self.data.size(c)) for c in block]
             norms = torch.linalg.vector_norm(update.values["weights"], dim=1, keepdim=True)
             values = update.values | {SQUARE: norms.square_()}
             rows = Rows(place[block[0]], values, weights, update.losses.tolist())
-            return block, update.kept, mean.summed(rows)
+            return block, update.kept, mean.summed(rows) if in_worker else rows
 
         for block, stays, added in self._updates(server, clients, summed):
-            mean.take(added)
+            mean.take(mean.summed(added) if isinstance(added, Rows) else added)
             for row, client in enumerate(block if stays else ()):
                 kept[client] = {n: value[row].clone() for n, value in stays.items()}
                 if self.mechanism is not None and not all(map(all_finite, kept[client].values())):

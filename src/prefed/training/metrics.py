@@ -331,7 +331,7 @@ class Metrics:
             counted = targets.long().masked_fill(targets == self.ignored, IGNORED)
         if self.reading == "classes" and _are_probabilities(outputs, targets):
             counted = targets.argmax(1)
-        elif self.ours and self.reading != "several" and several(outputs, targets) is not None:
+        elif self.ours and self._is_doubtful(outputs, targets):
             raise PrefedError(
                 "metrics: those with a name are for one label a target, or several by their "
                 'logits, which of the losses bce alone is known to train; set loss="bce", or give '
@@ -339,6 +339,13 @@ class Metrics:
             )
         for name, metric in self.metrics.items():
             self._call(name, metric.update, outputs, counted if name in self.ours else targets)
+
+    def _is_doubtful(self, outputs: Tensor, targets: Tensor) -> bool:
+        """Targets of 0 and 1 are several labels to some losses, and one to others. To a loss that
+        nobody knows they may be one where each sample has exactly one."""
+        if self.reading == "several" or (found := several(outputs, targets)) is None:
+            return False
+        return self.reading != "unknown" or bool((found[1].sum(1) == 1).all())
 
     def compute(self) -> dict[str, Any]:
         """For the record of a round: test_NAME, or test_NAME_KEY for each key of a dict."""
