@@ -84,12 +84,12 @@ def test_the_direction_is_remembered_for_what_it_is_of(monkeypatch: pytest.Monke
     state["m"].copy_(torch.randn(layout.size))
     for name in ("P", "m_mass", "P_mass"):
         state[name].fill_(0.5)
-    rule.begin(w, state)
+    rule.begin(w[:1], {name: value[:1] for name, value in state.items()})
     rule.begin(w[0], {name: value[0] for name, value in state.items()})
     assert len(calls) == 1
     for n, name in enumerate(("m", "P", "m_mass", "P_mass"), 2):
         state[name].mul_(0.5)
-        rule.begin(w, state)
+        rule.begin(w[:1], {name: value[:1] for name, value in state.items()})
         assert len(calls) == n
 
 

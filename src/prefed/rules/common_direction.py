@@ -40,6 +40,7 @@ class Common(ByLayer):
     """
 
     of_clients: ClassVar[bool] = True
+    begins_alike: ClassVar[bool] = True
 
     beta1: Fraction = 0.9
     own_lr: NonNegativeFloat = 1.0
@@ -50,15 +51,15 @@ class Common(ByLayer):
         return super().fields(layout) | {"u": u, "scales": scales}
 
     def begin(self, w: Tensor, state: State) -> None:
-        """All clients begin with the same m and P, so what follows from them is computed once and
-        remembered: once a round and thread."""
+        """Clients that begin with the same m and P have in common what follows from them: it is
+        computed once and remembered, once a round and thread."""
         if w.dim() == 1:
             state = {name: value.unsqueeze(0) for name, value in state.items()}
-        m, P = state["m"], state["P"]
+        m = state["m"]
         if m.device.type != "cpu":  # to look at them would keep everybody waiting
             found = self.seen_from(state)
-        elif bool(m.eq(m[:1]).all() and P.eq(P[:1]).all()):
-            found = self._remembered({name: value[:1] for name, value in state.items()})
+        elif len(m) == 1:
+            found = self._remembered(state)
         else:
             each = [
                 {n: value[row : row + 1] for n, value in state.items()} for row in range(len(m))

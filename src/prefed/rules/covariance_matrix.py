@@ -27,6 +27,7 @@ class MatrixCovariance(Covariance):
     """
 
     elementwise: ClassVar[bool] = False
+    begins_alike: ClassVar[bool] = True
     one_matrix: ClassVar[bool] = False
     """P is a single matrix, and not several in some packing."""
 

@@ -64,6 +64,10 @@ class Rule(ABC):
     lockstep: ClassVar[bool] = False
     """The cohort meets in every step: `state["mean"]` is its mean gradient."""
 
+    begins_alike: ClassVar[bool] = False
+    """All that `begin` writes are caches (Field.cache) that follow from the rest of the state: for
+    clients with the same state it is called once."""
+
     of_clients: ClassVar[bool] = False
     """It lives by what the server sends when a round begins: no server can step with it."""
 

@@ -24,6 +24,10 @@ class Wrapped(Rule):
     def lockstep(self) -> bool:  # type: ignore[override]
         return self.rule.lockstep
 
+    @property
+    def begins_alike(self) -> bool:  # type: ignore[override]
+        return self.rule.begins_alike
+
     def fields(self, layout: Layout) -> dict[str, Field]:
         return self.rule.fields(layout)
 

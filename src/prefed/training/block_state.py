@@ -80,6 +80,23 @@ class BlockState:
             torch.mul(mean_change, each.unsqueeze(1), out=state[MEAN_CHANGE])
         return state
 
+    @property
+    def is_alike(self) -> bool:
+        """All clients begin with what the server has, or with nothing."""
+        of_its_own = any(p.kind == "keep" or p.kept_between for p in self.policies.values())
+        return not (of_its_own or self.is_personal or self.algorithm.state_dtype != "weights")
+
+    def tell(self, rule: Rule, state: State) -> None:
+        """Tell the rule that a round begins: once, for clients that begin alike, if it may be."""
+        w = self.block.weights
+        if not (rule.begins_alike and self.is_alike):
+            rule.begin(w, state)
+            return
+        rule.begin(w[:1], {name: value[:1] for name, value in state.items()})
+        for name, field in self.fields.items():
+            if field.cache:
+                state[name][1:].copy_(state[name][:1].expand_as(state[name][1:]))
+
     def _receive(self, rows: Tensor, name: str, kept: Kept) -> None:
         """A field that the server has: its copy, or what a client has of its own and newer; and
         the client's own where the weights are personal."""

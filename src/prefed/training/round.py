@@ -68,7 +68,7 @@ def local_update(algorithm: Algorithm, server: Server, block: Block, kept: Kept)
     state = own.begin(kept)
 
     # 2. The local steps.
-    rule.begin(w, state)
+    own.tell(rule, state)
     losses = block.run_steps(algorithm, rule, state, lr)
     state = {name: value.to(w.dtype) for name, value in state.items()}
     for rows, steps in block.alike():
