@@ -25,8 +25,9 @@ class PreFedC(ByLayer):
     So what clients have in common is made orthogonal, once for all of them; what each has of its
     own is divided by the root of its own variance. tau is tau_relative times the root mean square
     of sqrt(P) over the matrix, over the embedding, or over all vectors. Both m and P are corrected
-    for their start at zero. The model that is handed over is the mean of w over rounds
-    (mean_of_rounds). Upload 3d; PreFedCLite's is 1.01d.
+    for their start at zero. In the first round there is no P yet, and matrices stand still. The
+    model that is handed over is the mean of w over rounds (mean_of_rounds). Upload 3d;
+    PreFedCLite's is 1.01d.
     """
 
     beta1: Fraction = 0.9
