@@ -2,9 +2,8 @@
 its running mean beside it."""
 
 import math
-import threading
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from pydantic import NonNegativeFloat
@@ -13,6 +12,7 @@ from torch import Tensor
 from prefed.core.layout import Entry, Layout
 from prefed.rules.by_layer import MOST, ByLayer, place_of, scale, shape
 from prefed.rules.covariance_matrix import matrices
+from prefed.rules.remembered import remembered
 from prefed.rules.rule import RULES, Field, Fraction, State
 
 
@@ -72,11 +72,8 @@ class Common(ByLayer):
         """`seen_from` for a block of one."""
         if state["m"].numel() > MOST:
             return self.seen_from(state)
-        known: Known | None = _local.__dict__.get("newest")
-        if known is None or not known.is_of(self, state):
-            copied = {name: state[name].clone() for name in SENT}
-            known = _local.newest = Known(self, copied, self.seen_from(state))
-        return known.found
+        given = [state[name] for name in ("m", "P", "m_mass", "P_mass")]
+        return remembered(self, given, lambda: self.seen_from(state))
 
     def seen_from(self, state: State) -> tuple[Tensor, ...]:
         """u (C, d), zero for all that is no matrix; and the length to expect of a gradient, with r
@@ -124,22 +121,3 @@ class Common(ByLayer):
         for place in (*embeddings, *vectors):
             lines += self.see_in_c(place)
         return "\n    ".join(["", *lines, *self.rest_in_c(embeddings, vectors)])
-
-
-SENT = "m", "P", "m_mass", "P_mass"
-"""Fields that the server sends."""
-
-
-class Known(NamedTuple):
-    """What follows from the state that the server has sent (1, ...)."""
-
-    rule: Common
-    state: State
-    found: tuple[Tensor, ...]
-
-    def is_of(self, rule: Common, state: State) -> bool:
-        pairs = [(self.state[name], state[name]) for name in SENT]
-        return self.rule == rule and all(a.dtype == b.dtype and a.equal(b) for a, b in pairs)
-
-
-_local = threading.local()

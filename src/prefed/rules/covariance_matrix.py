@@ -1,9 +1,9 @@
 """What the covariance rules with off-diagonal entries share: when roots are derived and applied."""
 
 import math
-import threading
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Self
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from prefed.core.layout import Entry, Layout, row_major, strided
 from prefed.rules.covariance import Covariance
 from prefed.rules.refreshed import STEPS_LEFT, due
+from prefed.rules.remembered import remembered
 from prefed.rules.rule import Field, Rule, State
 
 
@@ -65,11 +66,8 @@ class MatrixCovariance(Covariance):
             P = P / _rows(state["P_mass"], w).view(-1, *[1] * (P.dim() - 1))
         steps_left[known_rows] = self.refresh
         for row in known_rows.tolist():
-            known = _local.__dict__.get("newest")
-            if known is None or known[0] != self or not torch.equal(known[1], P[row]):
-                known = self, P[row].clone(), self.derive(P[row : row + 1])[0]
-                _local.newest = known
-            root[row].copy_(known[2])
+            own = P[row : row + 1]
+            root[row].copy_(remembered(self, [own], partial(self.derive, own))[0])
 
     def step(self, w: Tensor, g: Tensor, state: State, lr: float, k: int) -> None:
         m, P = state["m"], state["P"]
@@ -111,9 +109,6 @@ class MatrixCovariance(Covariance):
     @abstractmethod
     def move(self, w: Tensor, root: Tensor, u: Tensor, lr: float) -> None:
         """w -= lr * (P^(1/2) + tau*I)^(-1) u, for each row."""
-
-
-_local = threading.local()
 
 
 def _rows(x: Tensor, w: Tensor) -> Tensor:
