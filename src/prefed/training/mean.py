@@ -14,6 +14,7 @@ from torch import Tensor
 from prefed.core.memory import Memory
 from prefed.core.parts import timed
 from prefed.rules import State
+from prefed.training.subtrees import levels, subtrees
 
 
 @dataclass
@@ -99,31 +100,24 @@ class Mean:
     def summed(self, rows: Rows) -> Added:
         """What can be added up of these clients before their turn, level by level of the tree for
         all of them at once. It changes nothing here, so whoever trains them may call it."""
-        first, values, weights, losses = rows.first, rows.values, rows.weights, rows.losses
+        weights, losses = rows.weights, rows.losses
         if len(weights) == 1:
             return rows
+        are_ones = all(weight == 1 for weight in weights)
+        factors = None if are_ones else weights
+        values = {name: subtrees(rows.first, value, factors) for name, value in rows.values.items()}
+        losses = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
         found = Sums(len(weights), [], [])
-        level, fresh = 0, False
-        if any(weight != 1 for weight in weights):
-            values = {
-                name: value * value.new_tensor(weights).view(-1, *[1] * (value.dim() - 1))
-                for name, value in values.items()
-            }
-            losses = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
-            fresh = True
-        while weights:
-            # Rows whose sibling lies outside the block stay at this level; the others pair up.
-            start, stop = first & 1, len(weights) - ((first + len(weights)) & 1)
-            alone = [0] * start + [len(weights) - 1] * (len(weights) - stop)
-            for row in alone:
-                sums = {name: value[row] for name, value in values.items()}
-                part = Part(level, first + row, sums, weights[row], losses[row])
-                (found.fresh if fresh else found.borrowed).append(part)
-            left, right = slice(start, stop, 2), slice(start + 1, stop, 2)
-            values = {name: value[left] + value[right] for name, value in values.items()}
-            weights = [a + b for a, b in zip(weights[left], weights[right], strict=True)]
-            losses = [a + b for a, b in zip(losses[left], losses[right], strict=True)]
-            first, level, fresh = (first + start) >> 1, level + 1, True
+        for level in levels(rows.first, len(weights)):
+            for row in level.alone:
+                own = {name: next(sums) for name, sums in values.items()}
+                part = Part(level.number, level.first + row, own, weights[row], losses[row])
+                given = are_ones and level.number == 0
+                (found.borrowed if given else found.fresh).append(part)
+            weights, losses = (
+                [a + b for a, b in zip(column[level.left], column[level.right], strict=True)]
+                for column in (weights, losses)
+            )
         return found
 
     @timed("mean")

@@ -38,6 +38,7 @@ from prefed.training.engines.sequential import Sequential
 from prefed.training.engines.stacked_batches import Alike, ByNumber, Stack, Unequal
 from prefed.training.engines.vectorised import Rows, Vectorised, VectorisedBlock
 from prefed.training.settings import Settings
+from prefed.training.subtrees import compile_subtrees
 from prefed.training.task import Task
 
 BLOCK_SIZE = 1 << 19
@@ -55,6 +56,7 @@ def native(task: Task, data: FederatedData, settings: Settings) -> Engine:
         engine = Native(task, data, settings)
         if (reason := engine.why_not()) is None:
             draws.compile_batches()
+            compile_subtrees()
             return engine
     except NotNative as error:
         reason = str(error)
