@@ -1,6 +1,7 @@
 """Sharing policies: what happens to a piece of client state at the end of a round."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, PositiveInt
@@ -63,14 +64,18 @@ class Policy:
         return self.kind in ("average", "derived")
 
 
+_made = cache(Policy)
+"""They are asked for in every round, and checked once."""
+
+
 def reset() -> Policy:
     """Forgotten: a client begins each round with the first value."""
-    return Policy("reset")
+    return _made("reset")
 
 
 def keep() -> Policy:
     """Stays with the client until it takes part again. Costs no communication."""
-    return Policy("keep")
+    return _made("keep")
 
 
 def average(
@@ -98,9 +103,9 @@ def average(
     the server's copy, whether it was there at the average or not; before the first average that
     is the first value. So the copy comes down in every round here, too.
     """
-    return Policy("average", follow, codec, every, between)
+    return _made("average", follow, codec, every, between)
 
 
 def derived() -> Policy:
     """Comes down to the clients and never goes up: the server works it out (Algorithm.derive)."""
-    return Policy("derived")
+    return _made("derived")

@@ -140,7 +140,7 @@ def at(rate: float | Function, round: int) -> float:
         value = rate(round) if callable(rate) else rate
     except OverflowError:
         return math.inf
-    if not isinstance(value, SupportsFloat) or not float(value) >= 0:
+    if not isinstance(value, float | SupportsFloat) or not float(value) >= 0:
         raise PrefedError(f"schedule: gives {value} in round {round}; it should give 0 or more")
     return float(value)
 

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -29,14 +30,17 @@ class Level(NamedTuple):
     right: slice
 
 
-def levels(first: int, rows: int) -> Iterator[Level]:
+@lru_cache
+def levels(first: int, rows: int) -> tuple[Level, ...]:
     """From the leaves up, for so many from this position on."""
-    number = 0
+    found, number = list[Level](), 0
     while rows:
         start, stop = first & 1, rows - ((first + rows) & 1)
         alone = [0] * start + [rows - 1] * (rows - stop)
-        yield Level(number, first, alone, slice(start, stop, 2), slice(start + 1, stop, 2))
+        pairs = slice(start, stop, 2), slice(start + 1, stop, 2)
+        found.append(Level(number, first, alone, *pairs))
         first, rows, number = (first + start) >> 1, (stop - start) // 2, number + 1
+    return tuple(found)
 
 
 def subtrees(first: int, value: Tensor, weights: Sequence[float] | None) -> Iterator[Tensor]:
@@ -78,7 +82,7 @@ def _summed_in_c(
     program: Any, first: int, value: Tensor, weights: Sequence[float] | None
 ) -> Iterator[Tensor]:
     rows, size = value.shape
-    given = next(levels(first, rows)).alone if weights is None else []
+    given = levels(first, rows)[0].alone if weights is None else []
     alone = sum(len(level.alone) for level in levels(first, rows)) - len(given)
     out, part = value.new_empty(alone, size), value.new_empty(rows // 2, PART)
     factors = None if weights is None else value.new_tensor(weights)

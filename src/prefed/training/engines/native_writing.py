@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -200,5 +201,6 @@ def check_embedding(table: nn.Embedding) -> None:
         raise NotNative("its embedding leaves symbols out, or limits them")
 
 
+@cache
 def text(name: str) -> str:
     return files("prefed.training.engines").joinpath(name).read_text()
