@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import prefed
 from prefed.codecs import interface, sending
 from prefed.core import c_programs
+from prefed.core.c_programs import pointer
 from prefed.core.cache_directory import VARIABLE
 from prefed.core.layout import Layout
 from prefed.data.images import CropAndFlip
@@ -26,7 +27,8 @@ from prefed.rules.rule import in_c
 from prefed.rules.sgd import SGD
 from prefed.rules.spectral import Spectral
 from prefed.training.engines import native_program, native_writing
-from prefed.training.engines.native_program import Program, pointer
+from prefed.training.engines.native import Native, NativeBlock
+from prefed.training.engines.native_program import Program
 from prefed.training.engines.native_writing import Vectors
 from tests.helpers.engine_runs import batchnorm, run, same
 from tests.helpers.native_gradients import compare
@@ -177,7 +179,7 @@ def test_rules_in_c_are_those_in_torch(rule: Rule, by_number: bool) -> None:
     memory = w.new_empty(program.room(mine[1], 5))
     numbers = torch.arange(y.numel()).view_as(y) if by_number else None
     given = x.flatten(0, 1) if by_number else x
-    program.steps(step, *mine, [5] * steps, given, y, numbers, losses, 0.01, 0.02, memory, scratch)
+    program.steps(step, *mine, [5] * steps, given, y, numbers, losses, 0.01, 0.02)(memory, scratch)
     for k in range(steps):
         part = slice(5 * k, 5 * k + 5)
         program.gradients(w, g, x[:, part], y[:, part], torch.zeros(2).double(), scratch)
@@ -253,6 +255,46 @@ def test_bits_do_not_depend_on_the_number_of_workers(name: str) -> None:
     options: dict[str, Any] = {"clients_per_round": None, "weighting": "samples", "rounds": 4}
     one, two = (run(name, relus(), "native", workers=workers, **options) for workers in (1, 2))
     assert torch.equal(one.weights, two.weights)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("algorithm", ["fedavg", "prefed", "prefedclite", "adaalter", "localadam"])
+@pytest.mark.parametrize("by_number", [True, False])
+def test_clients_that_begin_in_the_program_take_the_same_steps(
+    algorithm: str, workers: int, by_number: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those for which everything was copied, in blocks."""
+    x, y = torch.randn(60, SIZES[0], dtype=torch.float64), torch.arange(60) % SIZES[2]
+    parts = [np.arange(c, 60, 6) for c in range(6)]
+    listed = prefed.FederatedData([(x[part], y[part]) for part in parts])
+    data = prefed.FederatedData((x, y), parts=parts) if by_number else listed
+    blocks: list[tuple[bool, int]] = []
+    change = NativeBlock.change
+
+    def seen(block: NativeBlock, start: Tensor) -> Tensor:
+        blocks.append((block.is_direct, len(block.clients)))
+        return change(block, start)
+
+    monkeypatch.setattr(NativeBlock, "change", seen)
+    together = run(algorithm, relus(), "native", data=data, workers=workers)
+    assert {size for _, size in blocks} == {4}
+    assert {direct for direct, _ in blocks} == {algorithm != "prefedclite"}  # which begins
+    monkeypatch.setattr(NativeBlock, "_in_one_call", lambda _: False)
+    monkeypatch.setattr(Native, "most_divided", 0)
+    blocks.clear()
+    apart = run(algorithm, relus(), "native", data=data, workers=workers)
+    assert set(blocks) == {(False, 2)}
+    assert torch.equal(together.weights, apart.weights)
+
+
+def test_a_rule_that_the_compiler_refuses_begins_where_the_others_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = run("prefed", relus(), "vectorised")
+    monkeypatch.setattr(Covariance, "in_c", lambda _: "this is no C")
+    with pytest.warns(prefed.EngineWarning, match="the rule is not in C"):
+        found = run("prefed", relus(), "native")
+    same(found, wanted, 1e-9)
 
 
 def test_a_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
@@ -403,9 +445,9 @@ def test_images_that_are_moved_and_mirrored_train_in_c(monkeypatch: pytest.Monke
     """All steps of a client in one call, as if they were as they lie."""
     calls, steps = [], Program.steps
 
-    def counted(*given: Any) -> None:
+    def counted(*given: Any) -> Any:
         calls.append(1)
-        steps(*given)
+        return steps(*given)
 
     monkeypatch.setattr(Program, "steps", counted)
     found = []
@@ -505,9 +547,8 @@ def test_a_sample_that_is_not_there_is_refused() -> None:
         numbers = torch.tensor([[0, 1, 2, 3, wrong]])
         with pytest.raises(IndexError, match="a sample that is not there"):
             program.steps(
-                step, w, {}, [5], x, y[None, :5].clone(), numbers, x.new_zeros(1), 0.1, 0.0,
-                memory, scratch,
-            )  # fmt: skip
+                step, w, {}, [5], x, y[None, :5].clone(), numbers, x.new_zeros(1), 0.1, 0.0
+            )(memory, scratch)
 
 
 def test_messages_go_through_c_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

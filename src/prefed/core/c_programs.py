@@ -20,6 +20,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from torch import Tensor
+
 from prefed.core.cache_directory import cache_directory
 
 FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -111,3 +113,8 @@ def _compile(command: list[str], source: str, folder: Path) -> Path:
             return library
     told = [line for line in found.stderr.splitlines() if "error" in line] or ["it failed"]
     raise CannotCompile(f"{command[0]}: {told[0]}")
+
+
+def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    """As such a program takes it."""
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())

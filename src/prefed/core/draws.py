@@ -61,7 +61,8 @@ def cohort(
     if size is None or size == clients:
         return list(range(clients))
     drawn = generator(seed, purpose, round).choice(clients, size, replace=False, shuffle=False)
-    return sorted(int(c) for c in drawn)
+    found: list[int] = np.sort(drawn).tolist()
+    return found
 
 
 def answering(seed: int, round: int, cohort: list[int], dropout: float) -> list[int]:

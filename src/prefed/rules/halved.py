@@ -65,11 +65,8 @@ def check_halved(rule: Rule, layout: Layout) -> None:
 
 
 def give(rows: Tensor, value: Tensor, draws: Callable[[], list[np.random.Generator]]) -> None:
-    """Set each row (C, d) to the value (d), rounded at random where rows are in bfloat16 and the
-    value is not; `draws` has the random numbers of each row."""
-    if rows.dtype == value.dtype:
-        rows.copy_(value)
-        return
+    """Set each row (C, d), in bfloat16, to the value (d), rounded at random; `draws` has the random
+    numbers of each row."""
     drawn = draws()
     for first in range(0, len(value), BLOCK):
         part = value[first : first + BLOCK].expand(len(rows), -1)

@@ -73,6 +73,15 @@ class Block(ABC):
         """The client rule, in the arithmetic that suits the engine."""
         return algorithm.client_rule().fit(self.layout).fused(self.weights)
 
+    def begin_at(self, rows: Tensor, value: Tensor) -> None:
+        """Let each of these rows (C, d), of the weights or of a field, begin with a value (d)."""
+        rows.copy_(value)
+
+    def change(self, start: Tensor) -> Tensor:
+        """How far the weights that are the server's have moved from their start (d): (C, d), in
+        the memory of the weights, which nobody needs afterwards."""
+        return self.weights[:, : len(start)].sub_(start).contiguous()
+
     def alike(self) -> Iterator[tuple[slice, int]]:
         """The rows that take equally many steps, and how many."""
         first = 0

@@ -101,7 +101,10 @@ class BlockState:
         """A field that the server has: its copy, or what a client has of its own and newer; and
         the client's own where the weights are personal."""
         copy, chosen, now = self._of_server(rows, name), self.policies[name], self.server
-        give(copy, now.shared[name], partial(self._noise, name))
+        if copy.dtype == now.shared[name].dtype:
+            self.block.begin_at(copy, now.shared[name])
+        else:
+            give(copy, now.shared[name], partial(self._noise, name))
         if chosen.kept_between:
             newer = {c: v for c, v in kept.items() if chosen.is_newer(int(v[LAST]), now.round)}
             self._go_on(copy, name, newer)

@@ -137,7 +137,7 @@ class LocalTrainer(Trainer):
         in_worker = self.task.device.type == "cpu"  # sums would be of its stream's memory
 
         def summed(block: Sequence[int], update: Update) -> tuple[Sequence[int], State, Added]:
-            weights = [self.settings.weight(c, self.data.size(c)) for c in block]
+            weights = self.settings.weights(block, self.data.size)
             norms = torch.linalg.vector_norm(update.values["weights"], dim=1, keepdim=True)
             values = update.values | {SQUARE: norms.square_()}
             rows = Rows(place[block[0]], values, weights, update.losses.tolist())

@@ -58,13 +58,13 @@ class Update:
 
 def local_update(algorithm: Algorithm, server: Server, block: Block, kept: Kept) -> Update:
     """The local steps from the server's state, on each client of the block."""
-    w, shared = block.weights, block.weights[:, : server.layout.size]
+    w = block.weights
     lr = at(algorithm.client_lr, server.round)
     rule = client_rule(algorithm, server, block)
     own = BlockState(algorithm, server, block, rule)
 
     # 1. Begin where the server is, with the state that it sent and that clients have kept.
-    shared.copy_(server.weights)
+    block.begin_at(w[:, : server.layout.size], server.weights)
     state = own.begin(kept)
 
     # 2. The local steps.
@@ -76,8 +76,7 @@ def local_update(algorithm: Algorithm, server: Server, block: Block, kept: Kept)
 
     # 3. What stays with the clients, and what goes to the server.
     stays = own.stays(state, lr)
-    change = shared.sub_(server.weights).contiguous()
-    values = {"weights": change} | own.sent(state)
+    values = {"weights": block.change(server.weights)} | own.sent(state)
     return Update(values, kept=stays, losses=losses / own.steps_taken, steps=block.steps)
 
 

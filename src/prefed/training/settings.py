@@ -1,7 +1,7 @@
 """How a run goes: everything about it that is not the algorithm, the model or the data."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
@@ -270,6 +270,12 @@ class Settings(Options):
     def with_workers(self) -> Self:
         """The same with a number of workers, for this machine."""
         return self if self.workers else self.model_copy(update={"workers": usable_threads()})
+
+    def weights(self, clients: Sequence[int], size: Callable[[int], int]) -> list[float]:
+        """The weight of each of these clients, who have so many samples."""
+        if self.weighting == "uniform":
+            return [1.0] * len(clients)
+        return [self.weight(client, size(client)) for client in clients]
 
     def weight(self, client: int, samples: int) -> float:
         """The weight of a client with this number of samples in every mean over the cohort."""

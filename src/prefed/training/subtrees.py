@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from prefed.core.c_programs import CannotCompile, compiled
+from prefed.core.c_programs import CannotCompile, compiled, pointer
 
 PART = 256
 """Numbers of each row that the program in C has in the cache."""
@@ -87,12 +87,8 @@ def _summed_in_c(
     out, part = value.new_empty(alone, size), value.new_empty(rows // 2, PART)
     factors = None if weights is None else value.new_tensor(weights)
     program(
-        *map(ctypes.c_int64, (rows, first, size)), _pointer(value), ctypes.c_int64(value.stride(0)),
-        _pointer(factors), _pointer(out), _pointer(part),
+        *map(ctypes.c_int64, (rows, first, size)), pointer(value), ctypes.c_int64(value.stride(0)),
+        pointer(factors), pointer(out), pointer(part),
     )  # fmt: skip
     yield from (value[row] for row in given)
     yield from out
-
-
-def _pointer(tensor: Tensor | None) -> ctypes.c_void_p | None:
-    return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())

@@ -104,6 +104,8 @@ class Task:
         """In the output for a sample. `try_out` finds out."""
         self.outputs: Callable[[Inputs], Tensor | None] | None = None
         """An engine's faster way to the output of a batch that is evaluated, None for some."""
+        self._trains = False
+        """All layers of the module were told to train."""
         self._in_pieces: bool | None = None
         """Images may be evaluated in pieces; None if that was not tried yet."""
         self.pooled = 0
@@ -154,6 +156,14 @@ class Task:
             if self.device.type == "cuda":
                 torch.cuda.manual_seed(seed)
         return KeyedDropout(keys([seed], self.device)[0])
+
+    def begin_training(self) -> None:
+        """All layers of the module are to train, if they have not been told since it was
+        evaluated."""
+        module = self.flat.module
+        if not (self._trains and module.training):
+            module.train()
+            self._trains = True
 
     def prepared(self, x: Inputs) -> Inputs:
         """A batch as the module takes it."""

@@ -451,16 +451,26 @@ static int gather(int64_t count, const int64_t *numbers, int64_t samples, const 
     return 0;
 }
 
-/* All local steps of each client, one client after another, so that its vectors stay in the cache. If it is
+/* The vector of a client as it begins: `start`, if there is one, or what is in its row. */
+static void begin(real *own, const real *row, const real *start, int64_t numbers)
+{
+    if (start) row = start;
+    if (own != row) memcpy(own, row, numbers * sizeof(real));
+}
+
+/* All local steps of each client, one client after another, so that its vectors stay in the cache. Several threads may
+   do this together: each takes the client that is `next`, in memory of its own. If it is
    large enough for them they are COPIED: a rule that walks along several vectors takes half the time where
    none of them begins within a cache line, or as far into its page as another.
    Step k takes sizes[k] samples from starts[k] on. They lie in x as they lie in y, `x_row` numbers from
    client to client; or, if there are `numbers`, these say for each of y which of the `samples` in x it is
-   (then LABELS is 1). Field f of the state is rows of lengths[f]. -2 if a number is none of x. */
-int steps(int64_t clients, int64_t count, const int64_t *starts, const int64_t *sizes, real *w,
+   (then LABELS is 1). Field f of the state is rows of lengths[f]. Weights and fields begin with what is in their row, or
+   with the vector firsts[0] and firsts[f + 1]; if there is firsts[0], the weights' row is how far they have moved
+   from it afterwards. -2 if a number is none of x. */
+int steps(int64_t clients, int64_t *next, int64_t count, const int64_t *starts, const int64_t *sizes, real *w,
           const real *x, int64_t x_row, const int64_t *numbers, int64_t samples, const int64_t *y,
           int64_t y_row, real *losses, Rule *rule, int fields, real *const *state, const int64_t *lengths,
-          double lr, double decay, real *memory, real *scratch)
+          const real *const *firsts, double lr, double decay, real *memory, real *scratch)
 {
     real *own[MOST_FIELDS], *g = room(&memory, 0, SIZE), *own_w = COPIED ? room(&memory, 1, SIZE) : 0;
     int64_t largest = 0;
@@ -468,12 +478,14 @@ int steps(int64_t clients, int64_t count, const int64_t *starts, const int64_t *
     real *batch = numbers ? room(&memory, 2, largest * FEATURES) : 0;
     if (COPIED)
         for (int f = 0; f < fields; f++) own[f] = room(&memory, f + 3, lengths[f]);
-    for (int64_t c = 0; c < clients; c++) {
-        if (!COPIED) own_w = w + c * SIZE;
-        else memcpy(own_w, w + c * SIZE, SIZE * sizeof(real));
-        for (int f = 0; f < fields; f++)
+    for (int64_t c; (c = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < clients;) {
+        real *row = w + c * SIZE;
+        if (!COPIED) own_w = row;
+        begin(own_w, row, firsts[0], SIZE);
+        for (int f = 0; f < fields; f++) {
             if (!COPIED) own[f] = state[f] + c * lengths[f];
-            else memcpy(own[f], state[f] + c * lengths[f], lengths[f] * sizeof(real));
+            begin(own[f], state[f] + c * lengths[f], firsts[f + 1], lengths[f]);
+        }
         for (int64_t k = 0; k < count; k++) {
             const int64_t *labels = y + c * y_row + starts[k] * LABELS;
             if (numbers && gather(sizes[k], numbers + c * y_row + starts[k], samples, x, batch)) return -2;
@@ -484,8 +496,10 @@ int steps(int64_t clients, int64_t count, const int64_t *starts, const int64_t *
                 for (int64_t i = 0; i < SIZE; i++) g[i] += (real)decay * own_w[i];
             rule(own_w, g, own, (real)lr);
         }
+        if (firsts[0])
+            for (int64_t i = 0; i < SIZE; i++) row[i] = own_w[i] - firsts[0][i];
         if (!COPIED) continue;
-        memcpy(w + c * SIZE, own_w, SIZE * sizeof(real));
+        if (!firsts[0]) memcpy(row, own_w, SIZE * sizeof(real));
         for (int f = 0; f < fields; f++)
             memcpy(state[f] + c * lengths[f], own[f], lengths[f] * sizeof(real));
     }

@@ -14,6 +14,7 @@ It needs a C compiler. What cannot be written in C trains without it, after one 
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any, TypeGuard
 
 import torch
@@ -32,6 +33,7 @@ from prefed.rules import Rule, State
 from prefed.rules.rule import in_c
 from prefed.training.engines.block_losses import one_by_one, transform_of_blocks
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
+from prefed.training.engines.hands import ALONE
 from prefed.training.engines.native_program import Program
 from prefed.training.engines.native_writing import NotNative
 from prefed.training.engines.sequential import Sequential
@@ -44,6 +46,10 @@ from prefed.training.task import Task
 BLOCK_SIZE = 1 << 19
 """Weights of all clients of a block, about: what is done once a block costs little then, and there
 are several blocks for workers to share."""
+WHOLE = 1 << 21
+"""Weights of all clients of a cohort that is one block, at most."""
+SAMPLES = 1 << 24
+"""Numbers of their samples, at most."""
 TOGETHER = 1 << 22
 """Numbers of samples that are prepared at a time."""
 Work = tuple[Tensor, Tensor, Tensor | None]
@@ -96,15 +102,40 @@ class Native(Vectorised):
         weights, size = task.flat.weights, settings.batch_size or len(first)
         self.program = Program(task.flat.module, task.flat.layout, self.shape, weights.dtype, size)
         self.scratch = self.program.scratch()
-        self.one_client = weights.new_empty(0)
-        """Memory for the vectors of a client that is taking its steps."""
+        self.hands = ALONE
+        self.rooms: list[tuple[Tensor, Tensor]] = []
+        """What each of them works in."""
         self.no_rules: set[str] = set()
         """Lines that the compiler has refused."""
 
     def block_size(self, algorithm: Algorithm, cohort: int) -> int:
-        fit = min(self.most_clients, self.most_clients_by_state(algorithm))
+        by_state = self.most_clients_by_state(algorithm)
+        if cohort <= min(by_state, self.most_divided) and self.steps_in_c(algorithm):
+            return cohort
+        fit = min(self.most_clients, by_state)
         size = max(1, min(fit, BLOCK_SIZE // self.task.flat.layout.size, (cohort + 1) // 2))
         return math.ceil(cohort / math.ceil(cohort / size))
+
+    @property
+    def most_divided(self) -> int:
+        """Clients of a cohort that is one block, which the hands divide: their batches are drawn,
+        and all else is done that is not in C, at once."""
+        settings = self.settings
+        if settings.local_steps is None or settings.batch_size is None or self.data.augment:
+            return 0
+        samples = settings.local_steps * settings.batch_size * math.prod(self.raw_shape)
+        return min(WHOLE // self.task.flat.layout.size, SAMPLES // max(1, samples))
+
+    def steps_in_c(self, algorithm: Algorithm) -> bool:
+        """The steps of its clients are in C, unless the compiler refuses the rule."""
+        rule = algorithm.client_rule().fit(self.task.flat.layout)
+        wrapped = algorithm.align or algorithm.decoupled_weight_decay or algorithm.groups
+        other = algorithm.clip_norm is not None or algorithm.state_dtype != "weights"
+        more = rule.lockstep or rule.other(0) is not None
+        return in_c(rule) is not None and not (wrapped or other or more)
+
+    def together(self, clients: int) -> int:
+        return clients
 
     def make_block(
         self, clients: Sequence[int], steps: list[int], stacks: list[Stack], seeds: list[int]
@@ -134,6 +165,17 @@ class Native(Vectorised):
         """As many as the program takes for each sample, behind so many dimensions."""
         return y.shape[dimensions:] == self.program.labels and are_labels(y)
 
+    def room(self, hand: int, state: State, batch: int) -> tuple[Tensor, Tensor]:
+        """What a hand works in: memory for the vectors of a client that is taking its steps, and
+        for a pass."""
+        while hand >= len(self.rooms):
+            self.rooms.append((self.task.flat.weights.new_empty(0), self.program.scratch()))
+        vectors, scratch = self.rooms[hand]
+        if len(vectors) < (needed := self.program.room(state, batch)):
+            vectors = vectors.new_empty(needed)
+            self.rooms[hand] = vectors, scratch
+        return vectors, scratch
+
     def rule(self, lines: str, state: Sequence[str]) -> Any:
         """A rule in C; None, after one line, if the compiler refuses it."""
         if lines in self.no_rules:
@@ -148,6 +190,13 @@ class Native(Vectorised):
 
 class NativeBlock(VectorisedBlock):
     engine: Native
+    is_direct = False
+    """Clients begin in the program, which leaves how far they have moved in place of weights."""
+
+    @cached_property
+    def firsts(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Rows, by where they lie, and what clients begin with in their place."""
+        return {}
 
     def _fill(self, stack: Stack, rows: Rows, x: Inputs, y: Tensor, key: Tensor) -> Tensor:
         engine = self.engine
@@ -164,22 +213,48 @@ class NativeBlock(VectorisedBlock):
     def rule(self, algorithm: Algorithm) -> Rule:
         plain = algorithm.client_rule().fit(self.layout)
         alone = not (algorithm.align or algorithm.decoupled_weight_decay or algorithm.groups)
-        return plain if alone and in_c(plain) is not None else super().rule(algorithm)
+        if not alone or in_c(plain) is None:
+            return super().rule(algorithm)
+        self.is_direct = self._nobody_looks(algorithm, plain) and self._in_one_call()
+        return plain
+
+    def _nobody_looks(self, algorithm: Algorithm, rule: Rule) -> bool:
+        """At the weights and the state of clients, before their first step and after their last."""
+        kind, own = type(rule), algorithm.sharing().values()
+        plain = kind.begin is Rule.begin and kind.finish is Rule.finish
+        of_all = type(algorithm).in_turns is Algorithm.in_turns and not algorithm.personal
+        return plain and of_all and not any(policy.kept_between for policy in own)
+
+    def _in_one_call(self) -> bool:
+        if len(self.stacks) != 1 or not isinstance(stack := self.stacks[0], Alike):
+            return False
+        return stack.size is not None and self.engine.task.transform is None and self._in_c(stack)
+
+    def begin_at(self, rows: Tensor, value: Tensor) -> None:
+        """In the program, which needs no copy for each client, if nobody else looks at them."""
+        if self.is_direct and value.is_contiguous():
+            self.firsts[rows.data_ptr()] = rows, value
+        else:
+            super().begin_at(rows, value)
+
+    def change(self, start: Tensor) -> Tensor:
+        return self.weights if self.is_direct else super().change(start)
 
     def run_steps(self, algorithm: Algorithm, rule: Rule, state: State, lr: float) -> Tensor:
-        lines = in_c(rule)
-        limited = algorithm.clip_norm is not None or bool(algorithm.groups)
-        more = rule.lockstep or rule.other(0) is not None
+        lines = in_c(rule) if self.engine.steps_in_c(algorithm) else None
         alike = all(value.dtype == self.weights.dtype for value in state.values())
-        if lines is None or limited or more or not alike or not all(map(self._in_c, self.stacks)):
-            return super().run_steps(algorithm, rule, state, lr)
-        if (step := self.engine.rule(lines, [*state])) is None:
+        step = None
+        if lines is not None and alike and all(map(self._in_c, self.stacks)):
+            step = self.engine.rule(lines, [*state])
+        if step is None:
+            self.is_direct = False
+            for held, value in self.firsts.values():
+                held.copy_(value)
             return super().run_steps(algorithm, rule, state, lr)
         losses = self.weights.new_zeros(len(self.clients))
         for stack in self.stacks:
             for rows, sizes, samples in self._work(stack):
-                part = {name: value[rows] for name, value in state.items()}
-                self._steps(step, part, rows, sizes, samples, losses, lr, algorithm.weight_decay)
+                self._steps(step, state, rows, sizes, samples, losses, lr, algorithm.weight_decay)
         return losses
 
     @timed("local steps in C")
@@ -194,14 +269,16 @@ class NativeBlock(VectorisedBlock):
         lr: float,
         decay: float,
     ) -> None:
-        engine = self.engine
-        batch = max(sizes) if samples[2] is not None else 0
-        if len(engine.one_client) < (needed := engine.program.room(state, batch)):
-            engine.one_client = self.weights.new_empty(needed)
-        engine.program.steps(
-            rule, self.weights[rows], state, sizes, *samples, losses[rows], lr, decay,
-            engine.one_client, engine.scratch,
-        )  # fmt: skip
+        engine, (_, _, numbers) = self.engine, samples
+        batch = 0 if numbers is None else max(sizes)
+        held = {"weights": self.weights, **state}.items()
+        begin = {n: self.firsts[v.data_ptr()][1] for n, v in held if v.data_ptr() in self.firsts}
+        own = {name: value[rows] for name, value in state.items()}
+        steps = engine.program.steps(
+            rule, self.weights[rows], own, sizes, *samples, losses[rows], lr, decay, begin
+        )
+        hands = range(min(engine.hands.count, len(losses[rows])))
+        engine.hands.work([partial(steps, *engine.room(hand, state, batch)) for hand in hands])
 
     def _in_c(self, stack: Stack) -> bool:
         """All its batches can be given to the program, as far as can be told beforehand."""

@@ -2,15 +2,16 @@
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from prefed.core.c_programs import CannotCompile, compiled
+from prefed.core.c_programs import CannotCompile, compiled, pointer
 from prefed.core.layout import Layout
 from prefed.training.engines import (
     native_chains,
@@ -31,6 +32,8 @@ from prefed.training.engines.native_writing import (
 
 WRITERS = native_transformers, native_resnets, native_lstms
 """Of models that are no chains of layers."""
+
+NO_FIRSTS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Program:
@@ -118,28 +121,38 @@ class Program:
         losses: Tensor,
         lr: float,
         decay: float,
-        memory: Tensor,
-        scratch: Tensor,
-    ) -> None:
+        firsts: Mapping[str, Tensor] = NO_FIRSTS,
+    ) -> Callable[[Tensor, Tensor], None]:
         """Local steps of each client with a rule in C, on batches of these sizes that follow one
         another in y (C, ...) and in x, or whose samples in x have these numbers (C, ...). The sums
-        of the losses are added to `losses`. `memory` is for what `room` says."""
+        of the losses are added to `losses`.
+
+        Returns what does it, with memory for what `room` says and scratch memory. Several threads
+        may call it, each with its own, and take clients in turn.
+
+        firsts  what clients begin with, if that is not in their rows: "weights", whose rows are
+                then how far they have moved, and fields of the state
+        """
         starts = [0, *accumulate(sizes)][:-1]
         integers, fields = ctypes.c_int64 * len(sizes), list(state.values())
-        failed = self.library.steps(
-            ctypes.c_int64(len(w)), ctypes.c_int64(len(sizes)), integers(*starts),
-            integers(*sizes), pointer(w), pointer(x), ctypes.c_int64(x.stride(0)),
-            None if numbers is None else pointer(numbers), ctypes.c_int64(len(x)), pointer(y),
+        begin = [firsts[n].data_ptr() if n in firsts else None for n in ("weights", *state)]
+        given = (
+            ctypes.c_int64(len(w)), ctypes.byref(ctypes.c_int64(0)), ctypes.c_int64(len(sizes)),
+            integers(*starts), integers(*sizes), pointer(w), pointer(x),
+            ctypes.c_int64(x.stride(0)), pointer(numbers), ctypes.c_int64(len(x)), pointer(y),
             ctypes.c_int64(y.stride(0)), pointer(losses), rule, len(fields),
             (ctypes.c_void_p * len(fields))(*(value.data_ptr() for value in fields)),
             (ctypes.c_int64 * len(fields))(*(value[0].numel() for value in fields)),
-            ctypes.c_double(lr), ctypes.c_double(decay), pointer(memory), pointer(scratch),
+            (ctypes.c_void_p * (1 + len(fields)))(*begin), ctypes.c_double(lr),
+            ctypes.c_double(decay),
         )  # fmt: skip
-        _raise_if(failed)
+        library, held = self.library, (w, x, y, numbers, losses, fields, firsts)
 
+        def work(memory: Tensor, scratch: Tensor) -> None:
+            _raise_if(library.steps(*given, pointer(memory), pointer(scratch)))
+            assert held  # whose memory it is
 
-def pointer(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
+        return work
 
 
 def _raise_if(failed: int) -> None:

@@ -35,7 +35,7 @@ class Sequential:
     def update(
         self, algorithm: Algorithm, server: Server, clients: Sequence[int], kept: Kept
     ) -> Update:
-        self.task.flat.module.train()
+        self.task.begin_training()
         block = self.make_block(clients, server)
         update = local_update(algorithm, server, block, kept)
         self.task.flat.buffers.check()

@@ -98,6 +98,10 @@ class Vectorised:
         fit = total_memory(weights.device) // (4 * MEMORY_PER_WEIGHTS * weights.nbytes)
         return max(1, min(fit, CACHE_SIZE // len(weights) if weights.device.type == "cpu" else fit))
 
+    def together(self, clients: int) -> int:
+        """How many clients of a block have their batches stacked together."""
+        return self.most_clients
+
     def most_clients_by_state(self, algorithm: Algorithm) -> int:
         """How many clients have a state that can be worked on in a quarter of the memory. It may be
         far larger than their weights: a covariance matrix is."""
@@ -120,13 +124,13 @@ class Vectorised:
     def update(
         self, algorithm: Algorithm, server: Server, clients: Sequence[int], kept: Kept
     ) -> Update:
-        self.task.flat.module.train()
+        self.task.begin_training()
         data = self.data.at_hand()
         steps = local_steps(self.settings, data, clients, server.limits)
         order = sorted(range(len(clients)), key=lambda row: -steps[row])  # as a block wants them
         clients, steps = [clients[row] for row in order], [steps[row] for row in order]
         seeds = self.task.seeds(self.settings.seed, server.round, clients)
-        how = self.settings, self.most_clients, self.task.device
+        how = self.settings, self.together(len(clients)), self.task.device
         stacks = gather(data, clients, server.round, *how, server.limits)
         block = self.make_block(clients, steps, stacks, seeds)
         block.round, block.data = server.round, data
@@ -204,12 +208,18 @@ class VectorisedBlock(Block):
         shape = (len(clients), self.layout.size)
         self.weights = engine.workspace("weights", shape)
         self.gradient = engine.workspace("gradient", shape)
-        self.parameters = self.layout.views(self.weights)
-        self.gradients = self.layout.views(self.gradient)
         self.buffers = {
             name: (buffer := flat.buffers[name]).expand(len(clients), *buffer.shape).clone()
             for name in flat.buffers.changing
         }
+
+    @cached_property
+    def parameters(self) -> dict[str, Tensor]:
+        return self.layout.views(self.weights)
+
+    @cached_property
+    def gradients(self) -> dict[str, Tensor]:
+        return self.layout.views(self.gradient)
 
     def keys(self, k: int) -> Tensor:
         """Of dropout in step k; if nothing is drawn, anything."""
@@ -307,8 +317,7 @@ class VectorisedBlock(Block):
     @cached_property
     def shares(self) -> Tensor:
         """The weight of each client in the mean over the block."""
-        weight, size = self.engine.settings.weight, self.data.size
-        weights = [weight(c, size(c)) for c in self.clients]
+        weights = self.engine.settings.weights(self.clients, self.data.size)
         shares = self.weights.new_tensor(weights)
         return shares / shares.sum()
 

@@ -12,13 +12,14 @@ per worker, not on how many workers there are.
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from prefed.algorithms import Algorithm
 from prefed.data import FederatedData
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
+from prefed.training.engines.hands import ALONE, Hands
 from prefed.training.means.in_turn import is_wide
 from prefed.training.settings import Settings
 from prefed.training.task import Task
@@ -28,6 +29,13 @@ Clients = tuple[int, Sequence[int]]
 T = TypeVar("T")
 Train = Callable[[Engine, Sequence[int]], T]
 """What is done with a block of clients on an engine."""
+
+
+@runtime_checkable
+class Divides(Protocol):
+    """An engine that divides a block among threads, where there is but one."""
+
+    hands: Hands
 
 
 class Workers:
@@ -56,6 +64,9 @@ class Workers:
             self.threads = ThreadPoolExecutor(
                 workers, "prefed", initializer=_begin, initargs=(task.device,)
             )
+        self.divides, self.hands = None, ALONE
+        if isinstance(first, Divides):
+            self.divides, self.hands = first, Hands(workers - 1)
         self.device = task.device
 
     def _start(self) -> None:
@@ -77,6 +88,8 @@ class Workers:
         """What `train` makes of each block, with the position of its first client: in turn, or as
         soon as it is there. The tensors of an update are only valid until the next one is asked
         for."""
+        if self.divides is not None:
+            self.divides.hands = self.hands if len(blocks) == 1 else ALONE
         if self.threads is None or len(blocks) == 1:
             for first, clients in blocks:
                 yield first, train(self.engines[0], clients)
