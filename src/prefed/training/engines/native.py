@@ -46,7 +46,7 @@ from prefed.training.task import Task
 BLOCK_SIZE = 1 << 19
 """Weights of all clients of a block, about: what is done once a block costs little then, and there
 are several blocks for workers to share."""
-WHOLE = 1 << 21
+WHOLE = 1 << 24
 """Weights of all clients of a cohort that is one block, at most."""
 SAMPLES = 1 << 24
 """Numbers of their samples, at most."""
