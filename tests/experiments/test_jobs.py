@@ -29,11 +29,11 @@ def test_processes_stay_and_take_over_the_engine(tmp_path: Path) -> None:
     configs = [small("fedavg", "engine=auto", f"seed={seed}").to_dict() for seed in range(3)]
     with Processes(1) as processes:
         first = list(processes.run([Job(configs[0], tmp_path / "0")]))
-        (pid,) = [process.pid for process in processes._processes]
+        (worker,) = processes._workers
         assert processes.engines == {Job(configs[1]).kind: "sequential x 1 with 1 thread"}
         processes.engines[Job(configs[1]).kind] = ENGINE
         second = list(processes.run([Job(c, tmp_path / c_name(c)) for c in configs[1:]]))
-        assert [process.pid for process in processes._processes] == [pid]
+        assert processes._workers == [worker]
     assert first[-1][1] == {"done": True, "engine": "sequential x 1 with 1 thread"}
     assert [event for _, event in second if "done" in event] == [
         {"done": True, "engine": ENGINE}

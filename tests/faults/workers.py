@@ -49,6 +49,11 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def workers_of(pid: int) -> list[int]:
+    """Of a command that trains in processes: the children of the one that they are copies of."""
+    return [worker for nursery in children(pid) for worker in children(nursery)]
+
+
 def orphans(grace: float = 15.0) -> list[str]:
     """The processes that are still there some seconds after all should be over; they are ended."""
     deadline = time.monotonic() + grace
@@ -164,7 +169,7 @@ def job(times: int, rng: random.Random) -> Iterator[str]:
             while not any((root / "out").glob("*/rounds.jsonl")):
                 time.sleep(0.01)
             time.sleep(rng.uniform(0, 0.2))
-            for pid in children(child.pid)[:1]:
+            for pid in workers_of(child.pid)[:1]:
                 os.kill(pid, signal.SIGKILL)
             code, text = child.wait(), child.text()
             again = start(words, root / "log")
@@ -189,7 +194,7 @@ def parent(times: int, rng: random.Random) -> Iterator[str]:
             words = ["compare", "digits-noniid", *COMPARE, "--out", str(root / "out")]
             words += ["--set", "local_steps=20000"]  # a round that lasts
             child = start(words, root / "log")
-            while len(children(child.pid)) < 2:
+            while len(workers_of(child.pid)) < 2:
                 time.sleep(0.01)
             time.sleep(rng.uniform(0, 4))
             child.kill()

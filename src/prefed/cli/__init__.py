@@ -20,6 +20,7 @@ from prefed.cli.sweep_command import sweep
 from prefed.cli.table_command import table
 from prefed.cli.text import say
 from prefed.cli.watch_command import watch
+from prefed.experiments import nursery
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -54,11 +55,27 @@ def options(
     """Adaptive and preconditioned federated optimisation."""
 
 
+IN_PROCESSES = ["compare"], ["sweep"], ["study"], ["table"]
+"""Commands that train in processes of their own, which import meanwhile."""
+DO_NOTHING = {"--help", "--show", "--draw"}
+
+
 def main() -> None:
     """Exit codes: 0 done, 2 bad usage or config, 1 a run that failed, 130 interrupted."""
     from prefed.core import errors
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that everything is closed
+    told: list[int] = []
+
+    def interrupt(number: int, frame: object) -> None:
+        told.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)  # so that everything is closed
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    words = {*sys.argv[1:]}
+    if sys.argv[1:2] in IN_PROCESSES and not words & DO_NOTHING:
+        nursery.begin()
     try:
         app()
     except errors.PrefedError as error:
@@ -74,12 +91,17 @@ def main() -> None:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         code, text = 1, f"error: {where}{error.strerror or error}"
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+    except Exception as error:
+        memory = isinstance(error, RuntimeError) and "allocate memory" in str(error)
+        if told:  # an import that is interrupted may raise something else
+            code, text = 130, "stopped; continue with --resume"
+        elif memory or isinstance(error, MemoryError):
+            code, text = 1, f"error: not enough memory: {error}"
+        else:
             raise
-        code, text = 1, f"error: not enough memory: {error}"
     finally:  # it is over: one more Ctrl-C must not turn the exit code into a traceback
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
+        nursery.end()
     say(text, "  ", sys.stderr)
     sys.exit(code)

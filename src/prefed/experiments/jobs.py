@@ -1,21 +1,22 @@
 """Many runs side by side: worker processes that take configs and answer with records.
 
-A worker is `python -m prefed.experiments.jobs`. It reads one job per line of JSON on standard input
-and writes events as lines of JSON on standard output: nothing but JSON crosses between processes.
+A worker (nursery.py) reads one job per line of JSON on standard input and writes events as lines of
+JSON on standard output: nothing but JSON crosses between processes.
 """
 
 import json
 import os
 import queue
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, NoReturn, Self
+
+from prefed.experiments.nursery import Nursery, Worker, nursery
 
 if TYPE_CHECKING:
     from prefed.experiments.config import Config, MadeData
@@ -67,7 +68,8 @@ class Processes:
         self.most = most
         self.engines: dict[str, str] = {}
         """What "auto" has chosen for the first run of each kind; the others take it over."""
-        self._processes: list[subprocess.Popen[str]] = []
+        self._nursery: Nursery | None = None
+        self._workers: list[Worker] = []
         self._tellers: list[threading.Thread] = []
         self._told: set[str] = set()
 
@@ -86,8 +88,8 @@ class Processes:
         threads: list[threading.Thread] = []
         done = False
         try:
-            for process in self._started(min(self.most, len(jobs))):
-                rest = process, waiting, events, self.engines
+            for worker in self._started(min(self.most, len(jobs))):
+                rest = worker, waiting, events, self.engines
                 threads.append(threading.Thread(target=_serve, args=rest))
                 threads[-1].start()
             working = len(threads)
@@ -102,49 +104,39 @@ class Processes:
                 yield waiting.get()[0], {"failed": "no worker process is left"}
         finally:
             waiting.queue.clear()
-            for process in () if done else self._processes:  # some are in the middle of a job
-                process.terminate()
+            for worker in () if done else self._workers:  # some are in the middle of a job
+                worker.end()
             for thread in threads:
                 thread.join()
             if not done:
                 self.close()
 
-    def _started(self, count: int) -> list[subprocess.Popen[str]]:
+    def _started(self, count: int) -> list[Worker]:
         """So many that are alive."""
-        gone = [p for p in self._processes if p.poll() is not None]
-        for process in gone:
-            _close_pipes(process)
-        self._processes = [p for p in self._processes if p not in gone]
-        while len(self._processes) < count:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "prefed.experiments.jobs"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-            )
-            self._processes.append(process)
-            teller = threading.Thread(target=_tell, args=(process.stderr, self._told), daemon=True)
+        for worker in [w for w in self._workers if w.is_gone]:
+            worker.close()
+            self._workers.remove(worker)
+        if self._nursery is None or not self._nursery.is_alive:
+            if self._nursery is not None:
+                self._nursery.close()
+            self._nursery = nursery()
+        while len(self._workers) < count:
+            self._workers.append(worker := self._nursery.worker())
+            teller = threading.Thread(target=_tell, args=(worker.stderr, self._told), daemon=True)
             self._tellers.append(teller)
             teller.start()
-        return self._processes[:count]
+        return self._workers[:count]
 
     def close(self) -> None:
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            process.wait()
-            _close_pipes(process)
+        for worker in self._workers:
+            worker.end()
+        for worker in self._workers:
+            worker.close()
+        if self._nursery is not None:
+            self._nursery.close()
         for teller in self._tellers:
             teller.join(timeout=1)  # what a tracker has started may hold the pipe open
-        self._processes, self._tellers = [], []
-
-
-def _close_pipes(process: subprocess.Popen[str]) -> None:
-    for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):
-            pipe.close()  # type: ignore[union-attr]
+        self._nursery, self._workers, self._tellers = None, [], []
 
 
 Many = int | Processes | None
@@ -163,14 +155,12 @@ def run_jobs(jobs: Sequence[Job], workers: Many) -> Iterator[Event]:
 
 
 def _serve(
-    process: subprocess.Popen[str],
+    worker: Worker,
     waiting: queue.Queue[tuple[int, Job]],
     events: queue.Queue[Event | None],
     engines: dict[str, str],
 ) -> None:
     """Hand one worker its jobs, one at a time, and pass its events on."""
-    assert process.stdin is not None
-    assert process.stdout is not None
     try:
         while True:
             try:
@@ -178,12 +168,13 @@ def _serve(
             except queue.Empty:
                 return
             try:
-                process.stdin.write(job.to_json(engines.get(job.kind, "")) + "\n")
-                process.stdin.flush()
-            except OSError:
-                pass  # the worker is gone: reading says so below
-            last = _relay(number, process.stdout, events)
+                worker.stdin.write(job.to_json(engines.get(job.kind, "")) + "\n")
+                worker.stdin.flush()
+            except (OSError, ValueError):
+                pass  # the worker is gone, or told to end: reading says so below
+            last = _relay(number, worker.stdout, events)
             if last is None:
+                worker.is_gone = True
                 return  # the jobs that wait are for the others
             if "engine" in last:
                 engines.setdefault(job.kind, last["engine"])
@@ -230,10 +221,22 @@ def _listen(stream: IO[str]) -> queue.Queue[str]:
     return lines
 
 
-def _work() -> None:
-    jobs = _listen(sys.stdin)
+def prepare() -> None:
+    """Import what a worker needs; the more so that a config is read by."""
     import torch
 
+    from prefed.experiments.config import load
+
+    for name in ("run_directory", "trackers"):
+        import_module(f"prefed.experiments.{name}")
+    load("digits-noniid")
+    torch.set_num_threads(1)
+
+
+def work() -> NoReturn:
+    """Carry out jobs until the input ends."""
+    jobs = _listen(sys.stdin)
+    prepare()
     from prefed.core.errors import Diverged, PrefedError
     from prefed.core.safe_files import to_json
     from prefed.experiments.config import load
@@ -247,7 +250,6 @@ def _work() -> None:
         def on_round(self, record: Record) -> None:
             print(f'{{"record": {to_json(record)}}}', file=out, flush=True)
 
-    torch.set_num_threads(1)
     newest = NewestData()
     out = sys.stdout
     sys.stdout = sys.stderr  # what a model or a plug-in prints must not mix with the events
@@ -311,4 +313,4 @@ def made_with(engine: str) -> "MakeTrainer":
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all: the parent ends us
-    _work()
+    work()
