@@ -84,6 +84,15 @@ INLINE int counts(int k, int point, int n)
 
 INLINE real share(int k, int point, int n) { return point == POINTS - 1 ? n == k - 1 : power(point, n); }
 
+/* A vector that begins with so many numbers. */
+INLINE vec some(int numbers, const real *x)
+{
+    if (numbers == LANES) return *(const vec *)x;
+    vec found = {0};
+    memcpy(&found, x, numbers * sizeof(real));
+    return found;
+}
+
 /* u = G w G', (pair, output, input). The weights of an output are laid out with its inputs side by side
    first, if they are not, so that vectors hold inputs. */
 INLINE void weights_at_points(int ci, int co, int k, int by_c, int by_k, const real *restrict w,
@@ -97,21 +106,23 @@ INLINE void weights_at_points(int ci, int co, int k, int by_c, int by_k, const r
                 UNROLL for (int i = 0; i < k * k; i++) sorted[i * ci + c] = here[c * by_c + i * by_k];
             here = sorted;
         }
-        for (int c = 0; c < ci; c++) {
-            real t[POINTS][8];
+        for (int c = 0; c < ci; c += LANES) {
+            const int inputs = ci - c < LANES ? ci - c : LANES;
+            vec in[k * k], t[POINTS][8];
+            for (int i = 0; i < k * k; i++) in[i] = some(inputs, here + i * ci + c);
             UNROLL for (int p = 0; p < POINTS; p++)
                 UNROLL for (int b = 0; b < k; b++) {
-                    real all = 0;
+                    vec all = {0};
                     UNROLL for (int a = 0; a < k; a++)
-                        if (counts(k, p, a)) all += share(k, p, a) * here[(a * k + b) * ci + c];
+                        if (counts(k, p, a)) all += share(k, p, a) * in[a * k + b];
                     t[p][b] = all;
                 }
             UNROLL for (int p = 0; p < POINTS; p++)
                 UNROLL for (int q = 0; q < POINTS; q++) {
-                    real all = 0;
+                    vec all = {0};
                     UNROLL for (int b = 0; b < k; b++)
                         if (counts(k, q, b)) all += share(k, q, b) * t[p][b];
-                    u[((p * POINTS + q) * co + o) * ci + c] = all;
+                    memcpy(u + ((p * POINTS + q) * co + o) * ci + c, &all, inputs * sizeof(real));
                 }
         }
     }
