@@ -29,10 +29,17 @@ INLINE vec larger(vec a, vec b) { return choose((b > a) | (b != b), b, a); } /* 
 
 INLINE void samples_last(int features, int count, const real *x, real *into)
 {
-    for (int f = 0; f < features; f += 16)
-        for (int b = 0; b < WIDTH; b++)
-            for (int i = f; i < f + 16 && i < features; i++)
-                into[i * WIDTH + b] = b < count ? x[(int64_t)b * features + i] : 0;
+    int f = 0;
+    for (; f + LANES <= features; f += LANES)
+        for (int first = 0; first < WIDTH; first += LANES) {
+            vec square[LANES];
+            UNROLL for (int i = 0; i < LANES; i++)
+                square[i] = first + i < count ? *(const vec *)(x + (int64_t)(first + i) * features + f) : (vec){0};
+            turn(square);
+            UNROLL for (int i = 0; i < LANES; i++) *(vec *)(into + (f + i) * WIDTH + first) = square[i];
+        }
+    for (; f < features; f++)
+        for (int b = 0; b < WIDTH; b++) into[f * WIDTH + b] = b < count ? x[(int64_t)b * features + f] : 0;
 }
 
 /* `stride` numbers from one sample to the next are a multiple of LANES. */
