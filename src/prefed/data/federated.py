@@ -33,6 +33,10 @@ Augment = Callable[[Inputs, np.random.Generator], Inputs]
 `keeps_shape` is true gives samples of the shape that they had."""
 
 
+MOST_HELD = 10_000
+"""Clients of a list whose arrays are looked at once, and not in every round."""
+
+
 class FederatedData:
     """What a run trains on: the clients' samples, and a test set.
 
@@ -85,6 +89,8 @@ class FederatedData:
         self.augment = augment
         self._sizes, self._test_sizes = np.full((2, len(self.clients)), -1)
         """Samples of each client, where they are known."""
+        self._held: dict[tuple[str, int], tuple[Any, Samples]] = {}
+        """What was made of the arrays of some clients, which are what they were then."""
         self._looked_at = np.zeros(len(self.clients), dtype=bool)
         """Clients that were made on demand and are as `check` was told."""
         self._look: Callable[[str, Samples], None] | None = None
@@ -129,10 +135,15 @@ class FederatedData:
         return int(self._test_sizes[number])
 
     def _of(self, clients: Clients, number: int, name: str) -> Samples:
+        item, (given, samples) = clients[number], self._held.get((name, number), (None, None))
+        if samples is not None and given is item:
+            return samples
         where = f"{name}[{number}]"
-        samples = to_samples(clients[number], where, self._read)
+        samples = to_samples(item, where, self._read)
         if isinstance(samples, LazySamples):
             return self._watched(clients, samples, where)
+        if isinstance(clients, list | tuple) and len(self._held) < MOST_HELD:
+            self._held[name, number] = item, samples
         return samples
 
     def _watched(self, clients: Clients, samples: LazySamples, where: str) -> LazySamples:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -71,6 +72,11 @@ class Samples:
     def is_ragged(self) -> bool:
         """Batches of equally many samples may differ in shape."""
         return batch.is_ragged(self.x, self.y)
+
+    @cached_property
+    def kind(self) -> tuple[object, ...]:
+        """What samples have in common that can be put side by side."""
+        return batch.kind(self.x), batch.kind(self.y)
 
     def is_of(self, other: "Samples") -> bool:
         """Both are parts of one whole."""

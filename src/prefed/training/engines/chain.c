@@ -311,11 +311,17 @@ INLINE void pool(int c, int h, int wd, int k, const vec *x, vec *y)
             }
 }
 
+/* dx may be x. */
 INLINE void pool_input(int c, int h, int wd, int k, const vec *x, const vec *y, const vec *dy, vec *dx)
 {
     int oh = h / k, ow = wd / k;
-    if (h % k || wd % k)
-        for (int i = 0; i < c * h * wd * N; i++) dx[i] = (vec){0};
+    for (int i = 0; i < c; i++) { /* what is in no window */
+        vec *of = dx + i * h * wd * N;
+        for (int a = oh * k; a < h; a++)
+            for (int b = 0; b < wd * N; b++) of[a * wd * N + b] = (vec){0};
+        for (int a = 0; a < oh * k; a++)
+            for (int b = ow * k * N; b < wd * N; b++) of[a * wd * N + b] = (vec){0};
+    }
     for (int i = 0; i < c; i++)
         for (int j = 0; j < oh; j++)
             for (int l = 0; l < ow * N; l++) {

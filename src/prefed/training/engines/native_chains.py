@@ -25,6 +25,8 @@ from prefed.training.engines.native_writing import (
 
 KINDS = (nn.Identity, nn.Flatten, nn.Linear, nn.Conv2d, nn.ReLU, nn.MaxPool2d)
 LARGEST_KERNEL, MOST_LAYERS = 7, 8
+AT = "the gradient is at "
+"""A line that is no line of C, and so is "swap": it has changed places with the other memory."""
 POINTS = 6
 """In each direction, of convolutions in Winograd's form (winograd.c)."""
 FEWEST_CHANNELS = 6
@@ -43,13 +45,17 @@ class Writer(Memory):
     forward: list[str] = field(default_factory=list)
     back: list[list[str]] = field(default_factory=list)
     widest: int = 0
+    """Numbers of a sample's gradient on the way back, where it has no place of its own."""
     ends_with_weights: bool = False
     """The way back of the last layer so far does not look at its output."""
 
     def buffer(self, features: int) -> str:
         """Memory for so many numbers of each sample."""
-        self.widest = max(self.widest, features)
         return self.numbers(features * self.width)
+
+    def takes_turns(self, *features: int) -> None:
+        """The way back of a layer leaves gradients of so many numbers in the memory for that."""
+        self.widest = max(self.widest, *features)
 
 
 def write(
@@ -70,6 +76,8 @@ def write(
         for line in step:
             if line == "swap":
                 d, other = other, d if d in turns else turns[1]
+            elif line.startswith(AT):
+                d, other = line.removeprefix(AT), turns[0]
             else:
                 lines.append(line.replace("DY", d).replace("DX", other))
     winograd = any("winograd(" in line for line in out.forward)
@@ -136,6 +144,7 @@ def _linear(
         lines = [f"samples_first({layer.in_features}, {stride}, (vec *){x}, {rows});"]
     lines.append(f"linear_weight({sizes}, {stride}, count, DY, {rows}, g + {w}, {into}, add);")
     if not first:
+        out.takes_turns(layer.in_features)
         lines += [f"linear_input({sizes}, w + {w}, (vec *)DY, (vec *)DX);", "swap"]
     out.back.append(lines)
     return (layer.out_features,), y
@@ -172,6 +181,7 @@ def _conv(
         if not first:
             lines.append(f"conv_input({sizes}, w + {here}, (vec *)DY, (vec *)DX);")
     if not first:
+        out.takes_turns(c * high * wide)
         lines.append("swap")
         if p:
             lines += [f"without_border({c}, {h}, {w}, {p}, (vec *)DY, (vec *)DX);", "swap"]
@@ -259,5 +269,10 @@ def _pool(layer: nn.MaxPool2d, shape: Shape, x: str, out: Writer) -> tuple[Shape
     y = out.buffer(math.prod(shape))
     sizes = f"{c}, {h}, {w}, {k}"
     out.forward.append(f"pool({sizes}, (vec *){x}, (vec *){y});")
-    out.back.append([f"pool_input({sizes}, (vec *){x}, (vec *){y}, (vec *)DY, (vec *)DX);", "swap"])
+    back = f"pool_input({sizes}, (vec *){x}, (vec *){y}, (vec *)DY, (vec *)"
+    if out.ends_with_weights:  # nobody looks at x behind that
+        out.back.append([f"{back}{x});", AT + x])
+    else:
+        out.takes_turns(c * h * w)
+        out.back.append([f"{back}DX);", "swap"])
     return shape, y

@@ -205,7 +205,7 @@ def _drawn(
         samples = [Samples(*s.take(i)) for s, i in zip(samples, drawn, strict=True)]
         first, drawn = samples[0], torch.arange(drawn.shape[1]).expand(drawn.shape)
     for client, s in zip(clients, samples, strict=True):
-        if _kind(s) != _kind(first):
+        if s.kind != first.kind:
             raise PrefedError(
                 f"clients[{client}]: its samples are not of the shape and type of those of "
                 f"clients[{clients[0]}]"
@@ -222,10 +222,6 @@ def _side_by_side(index: list[Tensor], *arrays: Tensor) -> Tensor:
     for values, rows, into in zip(arrays, index, found, strict=True):
         torch.index_select(values, 0, rows, out=into)
     return found
-
-
-def _kind(samples: Samples) -> tuple[object, ...]:
-    return batch.kind(samples.x), batch.kind(samples.y)
 
 
 def _rows(members: Sequence[int]) -> slice | Tensor:
