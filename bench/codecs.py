@@ -24,6 +24,7 @@ from prefed.bench.workloads import w2
 from prefed.codecs import codec
 from prefed.codecs.interface import Blockwise
 from prefed.core import draws
+from prefed.core.hands import ALONE
 from prefed.training.messages import exchange, receive, upload
 from prefed.training.round import Server, Update
 
@@ -57,7 +58,7 @@ def main() -> None:
         for client in cohort:
             noise = draws.Noise(0, "codec", 0, [client])
             if in_one_process and isinstance(way, Blockwise):
-                way.send(mine[way.signed], noise, in_c=True)
+                way.send(mine[way.signed], noise, ALONE)
             else:
                 way.decode(way.encode(x, layout, noise), layout, like)
 
@@ -72,7 +73,7 @@ def main() -> None:
     def message(in_one_process: bool) -> None:
         for client in cohort:
             if in_one_process:
-                exchange(lite, server, own, [client], {}, 0, in_c=True)
+                exchange(lite, server, own, [client], {}, 0, ALONE)
             else:
                 sent, _ = upload(lite, server, update, [client], {}, 0)
                 receive(lite, server, sent)

@@ -84,15 +84,16 @@ sys.addaudithook(watch)
 
 
 @pytest.fixture(autouse=True)
-def no_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_process(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests that start processes say so with a marker: `make test-fast` has none of them. Commands
     that make a mistake need not be ready for more."""
     global watched
     started.clear()
     watched = request.node.get_closest_marker("process") is None
-    if watched:
-        monkeypatch.setattr(nursery, "begin", lambda: None)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        if watched:
+            patch.setattr(nursery, "begin", lambda: None)
+        yield
     watched = False
     assert not started, f"mark this test as process: it starts {started}"
 

@@ -19,6 +19,7 @@ from prefed.codecs.interface import Blockwise
 from prefed.codecs.logarithmic import Log8, Logarithmic
 from prefed.core import draws
 from prefed.core.c_programs import compiler
+from prefed.core.hands import ALONE
 from prefed.core.layout import Layout
 
 NAMES = [*CODECS.names(), "topk(0.02)", "topk(1)"]
@@ -353,7 +354,7 @@ class Doubled(Log8):
 def test_c_is_not_that_of_another_codec() -> None:
     x = torch.rand(1, sending.WORTH_IT)
     back = x.clone()
-    Doubled().send(back, noise(0), in_c=True)
+    Doubled().send(back, noise(0), ALONE)
     torch.testing.assert_close(back, 2 * x, rtol=0.2, atol=0)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from prefed.codecs.sending import sent_in_c
 from prefed.core import draws
 from prefed.core.errors import PrefedError, did_you_mean
+from prefed.core.hands import Hands
 from prefed.core.layout import Layout
 from prefed.core.registry import Registry
 
@@ -106,11 +107,12 @@ class Blockwise(Codec):
         `block` below sent.c; None if nobody has written it down."""
         return None
 
-    def send(self, x: Tensor, noise: Noise, in_c: bool = False) -> None:
-        """What decode(encode(x)) is, in place of x; in C, if it can be."""
-        if in_c and isinstance(noise, draws.Noise) and self._has_c():
+    def send(self, x: Tensor, noise: Noise, hands: Hands | None = None) -> None:
+        """What decode(encode(x)) is, in place of x; in C by these hands, if there are any and it
+        can be."""
+        if hands is not None and isinstance(noise, draws.Noise) and self._has_c():
             lines = self.in_c()
-            if lines is not None and sent_in_c(lines, x, noise):
+            if lines is not None and sent_in_c(lines, x, noise, hands):
                 return
         for a, b in self._pieces(*x.shape):
             x[:, a:b] = self.decode_piece(self._encoded(x[:, a:b], noise), b - a)

@@ -18,6 +18,7 @@ from prefed.codecs import Codec, Parts
 from prefed.codecs.interface import Blockwise
 from prefed.core import draws
 from prefed.core.errors import PrefedError
+from prefed.core.hands import Hands
 from prefed.core.layout import Layout
 from prefed.core.parts import timed
 from prefed.rules import State
@@ -67,17 +68,17 @@ def exchange(
     clients: Sequence[int],
     kept: Kept,
     seed: int,
-    in_c: bool = False,
+    hands: Hands | None = None,
 ) -> tuple[State, State]:
     """What `receive` makes of the message of `upload`, and what stays with the clients, where both
     are in one process. A codec that works block by block writes over the update's own values and
-    takes the memory of a block, unless clients keep what they send; where they train in C, it works
-    in C."""
+    takes the memory of a block, unless clients keep what they send; where they train in C, by some
+    hands, it works in C."""
     values, stays = {}, update.kept
     for name in server.values(algorithm):
         rows, way = update.values[name], codec_of(algorithm, name)
         if isinstance(way, Blockwise) and name not in update.kept:
-            way.send(rows, _noise(seed, name, server, clients), in_c)
+            way.send(rows, _noise(seed, name, server, clients), hands)
             values[name] = rows
         else:
             parts, lost = _encode(algorithm, server, name, rows, clients, kept, seed)

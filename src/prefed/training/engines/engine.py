@@ -93,7 +93,7 @@ def receive_block(
     if mechanism is not None:
         update = mechanism.on_clients(server, update, clients)  # if they trust nobody
     way = algorithm, server, update, clients, kept, seed
-    values, stays = exchange(*way, getattr(engine, "in_c", False))  # by the codecs
+    values, stays = exchange(*way, getattr(engine, "hands", None))  # by the codecs
     return replace(update, values=values, kept=stays)
 
 

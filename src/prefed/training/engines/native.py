@@ -25,6 +25,7 @@ from prefed.core import batch, draws
 from prefed.core.batch import Inputs
 from prefed.core.c_programs import CannotCompile
 from prefed.core.errors import PrefedError
+from prefed.core.hands import ALONE
 from prefed.core.losses import WITH_CLASSES, are_labels
 from prefed.core.parts import timed
 from prefed.data import FederatedData
@@ -33,7 +34,6 @@ from prefed.rules import Rule, State
 from prefed.rules.rule import in_c
 from prefed.training.engines.block_losses import one_by_one, transform_of_blocks
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
-from prefed.training.engines.hands import ALONE
 from prefed.training.engines.native_program import Program
 from prefed.training.engines.native_writing import NotNative
 from prefed.training.engines.sequential import Sequential
@@ -74,7 +74,7 @@ def native(task: Task, data: FederatedData, settings: Settings) -> Engine:
 
 
 class Native(Vectorised):
-    way, in_c = "C", True
+    way = "C"
 
     def __init__(self, task: Task, data: FederatedData, settings: Settings) -> None:
         if any(isinstance(layer, nn.RNNBase) for layer in task.flat.module.modules()):

@@ -17,9 +17,9 @@ from typing import Protocol, TypeVar, runtime_checkable
 import torch
 
 from prefed.algorithms import Algorithm
+from prefed.core.hands import ALONE, Hands
 from prefed.data import FederatedData
 from prefed.training.engines.engine import ENGINES, Engine, EngineWarning
-from prefed.training.engines.hands import ALONE, Hands
 from prefed.training.means.in_turn import is_wide
 from prefed.training.settings import Settings
 from prefed.training.task import Task

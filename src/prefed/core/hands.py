@@ -1,4 +1,4 @@
-"""The threads among which an engine divides what it does for a block of clients."""
+"""The threads among which programs in C divide what they do for a block of clients."""
 
 import ctypes
 import os
@@ -36,6 +36,12 @@ class Hands:
             wait(helped)
         for job in helped:
             job.result()
+
+    def parts(self, rows: int) -> list[slice]:
+        """Of so many rows, one for each."""
+        count = max(1, min(self.count, rows))
+        ends = [rows * part // count for part in range(count + 1)]
+        return [*map(slice, ends, ends[1:])]
 
     def _send_away(self) -> None:
         """Let helpers wake up on another core than this thread's. Linux takes the core of a virtual

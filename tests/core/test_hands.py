@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from prefed.training.engines.hands import ALONE, Hands
+from prefed.core.hands import ALONE, Hands
 
 
 def test_each_job_is_done_once_and_the_first_here() -> None:
