@@ -1,5 +1,6 @@
 """Threads that divide a block among them."""
 
+import gc
 import os
 import threading
 import time
@@ -53,3 +54,14 @@ def test_helpers_may_be_anywhere_but_here() -> None:
     assert found[1] <= cores
     if len(cores) > 1:
         assert len(found[1]) == len(cores) - 1
+
+
+def test_helpers_end_with_whom_they_helped() -> None:
+    hands, helpers = Hands(2), set[threading.Thread]()
+    hands.work([lambda: None, *[lambda: helpers.add(threading.current_thread())] * 2])
+    assert all(helper.is_alive() for helper in helpers)
+    del hands
+    gc.collect()
+    for helper in helpers:
+        helper.join(10)
+        assert not helper.is_alive()

@@ -208,3 +208,23 @@ def test_rules_of_ones_own(rule: prefed.Rule, policies: Any, words: str) -> None
         return
     with pytest.raises(prefed.PrefedError, match=words):
         run(algorithm=Own(client_lr=0.1))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.int8])
+def test_arrays_that_are_changed_in_place_count_as_they_are(dtype: type) -> None:
+    """Between two runs: what was looked at is not what is trained on."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(3, 8, 4)).astype(np.float32), rng.integers(3, size=(3, 8))
+    arrays = [*zip(x, y.astype(dtype), strict=True)]
+    data, model = prefed.FederatedData(arrays), torch.nn.Linear(4, 3)
+
+    def trained(given: prefed.FederatedData) -> Tensor:
+        algorithm = prefed.FedAvg(client_lr=0.1)
+        return prefed.simulate(algorithm, model, given, rounds=2, local_steps=2).weights
+
+    before = trained(data)
+    for _, labels in arrays:
+        labels[:] = (labels + 1) % 3
+    after = trained(data)
+    assert torch.equal(after, trained(prefed.FederatedData(arrays)))
+    assert not torch.equal(after, before)

@@ -121,3 +121,32 @@ def test_each_imports_for_itself_where_a_process_cannot_be_copied(tmp_path: Path
         worker.close()
         worker.stderr.close()
         held.close()
+
+
+def test_a_command_whose_output_is_closed(tmp_path: Path) -> None:
+    words = ["compare", "digits-noniid", "--algorithms", "fedavg", "--seeds", "1", "--quiet"]
+    words += ["--set", "rounds=2", "--out", str(tmp_path / "out")]
+    for closed in ((1,), (1, 2)):
+
+        def close(files: tuple[int, ...] = closed) -> None:
+            for file in files:
+                os.close(file)
+
+        line = [sys.executable, "-m", "prefed", *words]
+        done = subprocess.run(line, preexec_fn=close, timeout=60)
+        assert done.returncode == 0
+
+
+def test_bytes_that_are_no_text_fail_one_job(tmp_path: Path) -> None:
+    """A library in C prints what it likes."""
+    (input, stdin), (stdout, output), (stderr, errors) = (os.pipe() for _ in range(3))
+    os.write(output, b"\xff\xfe no text\n")
+    for file in (output, errors):
+        os.close(file)
+    with Processes(1) as processes:
+        processes._workers = [nursery.Worker(stdin, stdout, stderr)]
+        events = list(processes.run([job(tmp_path, 0)]))
+        assert processes._workers[0].is_gone
+        processes._workers[0].stderr.close()
+    os.close(input)
+    assert events == [(0, {"failed": "its worker process died"})]

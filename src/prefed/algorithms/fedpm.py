@@ -34,6 +34,8 @@ class FedPM(PreFed):
     def _can_mix(self) -> "FedPM":
         if self.shape not in ("diagonal", "full"):
             raise ValueError(f'shape="{self.shape}": clients are mixed by "diagonal" or "full"')
+        if self.P == "derived":
+            raise ValueError('P="derived": clients are mixed by their own P, which has to be sent')
         return self
 
     @property

@@ -93,15 +93,14 @@ def main() -> None:
         code, text = 1, f"error: {where}{error.strerror or error}"
     except Exception as error:
         memory = isinstance(error, RuntimeError) and "allocate memory" in str(error)
-        if told:  # an import that is interrupted may raise something else
-            code, text = 130, "stopped; continue with --resume"
-        elif memory or isinstance(error, MemoryError):
-            code, text = 1, f"error: not enough memory: {error}"
-        else:
+        if not (told or memory or isinstance(error, MemoryError)):
             raise
+        code, text = 1, f"error: not enough memory: {error}"
     finally:  # it is over: one more Ctrl-C must not turn the exit code into a traceback
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         nursery.end()
+    if told and code != 130:  # what is interrupted may raise something else, as imports do
+        code, text = 130, "stopped; continue with --resume"
     say(text, "  ", sys.stderr)
     sys.exit(code)

@@ -13,15 +13,14 @@ class Hands:
 
     def __init__(self, helpers: int = 0) -> None:
         self.count = 1 + helpers
-        self._pool = ThreadPoolExecutor(helpers, "prefed-hand", self._begin) if helpers else None
         self._helpers: list[int] = []
         """Their threads, as the system numbers them."""
-        self._core = -1
-        """The one that they were last sent away from."""
-
-    def _begin(self) -> None:
-        self._helpers.append(threading.get_native_id())
-        self._core = -1
+        self._pool = None
+        if helpers:  # a thread that knew its pool would hold it for ever
+            begin = _begin, (self._helpers,)
+            self._pool = ThreadPoolExecutor(helpers, "prefed-hand", *begin)
+        self._sent = -1, 0
+        """The core that they were last sent away from, and how many they were."""
 
     def work(self, jobs: Sequence[Callable[[], None]]) -> None:
         """Do these side by side, the first in this thread; no more than there are hands."""
@@ -47,13 +46,20 @@ class Hands:
         """Let helpers wake up on another core than this thread's. Linux takes the core of a virtual
         machine that sleeps for one that is not there: a thread that is woken after a pause may
         stand behind the one that woke it for four milliseconds."""
-        if _this_core is None or (core := _this_core()) in (self._core, -1):
+        if _this_core is None or (core := _this_core()) < 0:
+            return
+        helpers = [*self._helpers]
+        if self._sent == (core, len(helpers)):
             return
         if others := os.sched_getaffinity(0) - {core}:
-            for helper in self._helpers:
+            for helper in helpers:
                 with suppress(OSError):
                     os.sched_setaffinity(helper, others)
-        self._core = core
+        self._sent = core, len(helpers)
+
+
+def _begin(helpers: list[int]) -> None:
+    helpers.append(threading.get_native_id())
 
 
 def _find() -> Callable[[], int] | None:

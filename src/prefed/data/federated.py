@@ -142,7 +142,8 @@ class FederatedData:
         samples = to_samples(item, where, self._read)
         if isinstance(samples, LazySamples):
             return self._watched(clients, samples, where)
-        if isinstance(clients, list | tuple) and len(self._held) < MOST_HELD:
+        alike = isinstance(clients, list | tuple) and isinstance(item, tuple)
+        if alike and len(self._held) < MOST_HELD and samples.shares_memory(*item):
             self._held[name, number] = item, samples
         return samples
 

@@ -35,6 +35,12 @@ def wide(y: Any) -> Any:
     return y.long() if narrow else y
 
 
+def _address(array: Any) -> int | None:
+    if isinstance(array, Tensor):
+        return array.data_ptr()
+    return array.ctypes.data if isinstance(array, np.ndarray) else None
+
+
 class Samples:
     """Inputs and targets, all of them or those that `index` names. Nothing is copied but labels of
     less than 64 bits."""
@@ -72,6 +78,11 @@ class Samples:
     def is_ragged(self) -> bool:
         """Batches of equally many samples may differ in shape."""
         return batch.is_ragged(self.x, self.y)
+
+    def shares_memory(self, x: Any, y: Any) -> bool:
+        """They are these arrays, and not copies of them."""
+        pairs = zip((self.x, self.y), (x, y), strict=True)
+        return all(isinstance(own, Tensor) and own.data_ptr() == _address(v) for own, v in pairs)
 
     @cached_property
     def kind(self) -> tuple[object, ...]:

@@ -7,6 +7,7 @@ standard input, output and error of the next, and ends when the socket does. Whe
 be copied after its imports (macOS), each imports for itself.
 """
 
+import fcntl
 import os
 import signal
 import socket
@@ -24,8 +25,10 @@ PATIENCE = 2.0
 class Worker:
     """A process that reads jobs and writes events (jobs.py). It ends when its input does."""
 
-    def __init__(self, stdin: IO[str], stdout: IO[str], stderr: IO[str]) -> None:
-        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
+    def __init__(self, stdin: int, stdout: int, stderr: int) -> None:
+        """The other ends of its open files."""
+        self.stdin: IO[str] = os.fdopen(stdin, "w")
+        self.stdout, self.stderr = (os.fdopen(f, errors="replace") for f in (stdout, stderr))
         self.is_gone = False
         """It has ended by itself."""
 
@@ -48,8 +51,10 @@ class Nursery:
         with theirs:
             words = [sys.executable, "-m", "prefed.experiments.nursery", str(theirs.fileno())]
             self._process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-            )
+                words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL if sys.__stderr__ is None else None,
+                pass_fds=[theirs.fileno()],
+            )  # fmt: skip
 
     def worker(self) -> Worker:
         """The next process. If there can be none it is one that has ended."""
@@ -60,7 +65,7 @@ class Nursery:
             socket.send_fds(self._socket, [b"+"], given)
         for file in given:
             os.close(file)
-        return Worker(os.fdopen(stdin, "w"), os.fdopen(stdout), os.fdopen(stderr, errors="replace"))
+        return Worker(stdin, stdout, stderr)
 
     @property
     def is_alive(self) -> bool:
@@ -120,7 +125,10 @@ def _serve(asked: socket.socket) -> None:
             subprocess.Popen(words, stdin=files[0], stdout=files[1], stderr=files[2])
         elif _copy() == 0:
             asked.close()
-            for number, file in enumerate(files):
+            above = [fcntl.fcntl(file, fcntl.F_DUPFD, 3) for file in files]
+            for file in files:  # which may have had the numbers that they are to have
+                os.close(file)
+            for number, file in enumerate(above):
                 os.dup2(file, number)
                 os.close(file)
             work()

@@ -73,8 +73,8 @@ class Block(ABC):
         """The client rule, in the arithmetic that suits the engine."""
         return algorithm.client_rule().fit(self.layout).fused(self.weights)
 
-    def begin_at(self, rows: Tensor, value: Tensor) -> None:
-        """Let each of these rows (C, d), of the weights or of a field, begin with a value (d)."""
+    def begin_at(self, name: str, rows: Tensor, value: Tensor) -> None:
+        """Let each of these rows (C, d), of the "weights" or of a field, begin with a value (d)."""
         rows.copy_(value)
 
     def change(self, start: Tensor) -> Tensor:

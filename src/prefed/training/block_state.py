@@ -102,7 +102,7 @@ class BlockState:
         the client's own where the weights are personal."""
         copy, chosen, now = self._of_server(rows, name), self.policies[name], self.server
         if copy.dtype == now.shared[name].dtype:
-            self.block.begin_at(copy, now.shared[name])
+            self.block.begin_at(name, copy, now.shared[name])
         else:
             give(copy, now.shared[name], partial(self._noise, name))
         if chosen.kept_between:

@@ -64,7 +64,7 @@ def local_update(algorithm: Algorithm, server: Server, block: Block, kept: Kept)
     own = BlockState(algorithm, server, block, rule)
 
     # 1. Begin where the server is, with the state that it sent and that clients have kept.
-    block.begin_at(w[:, : server.layout.size], server.weights)
+    block.begin_at("weights", w[:, : server.layout.size], server.weights)
     state = own.begin(kept)
 
     # 2. The local steps.

@@ -67,9 +67,10 @@ _in_c: dict[torch.dtype, Any] = {}
 def compile_subtrees() -> None:
     """Add up in C from now on, where there is a compiler. For engines that compile anyhow."""
     source = files("prefed.training").joinpath("sums.c").read_text()
+    head = f"#define PART {PART}\n#define REAL "
     with suppress(CannotCompile):
         for dtype, real in TYPES.items():
-            program = compiled(f"#define REAL {real}\n{source}", "-ffp-contract=off")
+            program = compiled(f"{head}{real}\n{source}", "-ffp-contract=off")
             _in_c[dtype] = program.sums
 
 

@@ -1,11 +1,10 @@
 /* Subtrees of a sum over rows (subtrees.py): the same additions in the same order, with all of them while a few numbers
-   of each row are in the cache. REAL stands above. No product may be joined with a sum (-ffp-contract=off): torch has
-   none. */
+   of each row are in the cache. REAL and PART, the numbers of a row at a time, stand above. No product may be joined
+   with a sum (-ffp-contract=off): torch has none. */
 
 #include <stdint.h>
 
 typedef REAL real;
-enum { PART = 256 }; /* numbers of a row at a time */
 
 /* Of `rows` rows (of x, `row` numbers apart) at neighbouring positions from `first` on, each times its weight, if there
    are weights: the sums that stay alone, level by level, one behind another in `out`, each of `size` numbers. Without

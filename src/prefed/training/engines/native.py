@@ -14,7 +14,7 @@ It needs a C compiler. What cannot be written in C trains without it, after one 
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -132,10 +132,11 @@ class Native(Vectorised):
         wrapped = algorithm.align or algorithm.decoupled_weight_decay or algorithm.groups
         other = algorithm.clip_norm is not None or algorithm.state_dtype != "weights"
         more = rule.lockstep or rule.other(0) is not None
-        return in_c(rule) is not None and not (wrapped or other or more)
+        lines = in_c(rule)
+        return lines is not None and lines not in self.no_rules and not (wrapped or other or more)
 
     def together(self, clients: int) -> int:
-        return clients
+        return max(self.most_clients, min(clients, self.most_divided))
 
     def make_block(
         self, clients: Sequence[int], steps: list[int], stacks: list[Stack], seeds: list[int]
@@ -193,10 +194,10 @@ class NativeBlock(VectorisedBlock):
     is_direct = False
     """Clients begin in the program, which leaves how far they have moved in place of weights."""
 
-    @cached_property
-    def firsts(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """Rows, by where they lie, and what clients begin with in their place."""
-        return {}
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.firsts: dict[str, tuple[Tensor, Tensor]] = {}
+        """Rows, and what clients begin with in their place."""
 
     def _fill(self, stack: Stack, rows: Rows, x: Inputs, y: Tensor, key: Tensor) -> Tensor:
         engine = self.engine
@@ -215,7 +216,8 @@ class NativeBlock(VectorisedBlock):
         alone = not (algorithm.align or algorithm.decoupled_weight_decay or algorithm.groups)
         if not alone or in_c(plain) is None:
             return super().rule(algorithm)
-        self.is_direct = self._nobody_looks(algorithm, plain) and self._in_one_call()
+        steps_in_c = self.engine.steps_in_c(algorithm)
+        self.is_direct = steps_in_c and self._nobody_looks(algorithm, plain) and self._in_one_call()
         return plain
 
     def _nobody_looks(self, algorithm: Algorithm, rule: Rule) -> bool:
@@ -230,12 +232,12 @@ class NativeBlock(VectorisedBlock):
             return False
         return stack.size is not None and self.engine.task.transform is None and self._in_c(stack)
 
-    def begin_at(self, rows: Tensor, value: Tensor) -> None:
+    def begin_at(self, name: str, rows: Tensor, value: Tensor) -> None:
         """In the program, which needs no copy for each client, if nobody else looks at them."""
         if self.is_direct and value.is_contiguous():
-            self.firsts[rows.data_ptr()] = rows, value
+            self.firsts[name] = rows, value
         else:
-            super().begin_at(rows, value)
+            super().begin_at(name, rows, value)
 
     def change(self, start: Tensor) -> Tensor:
         return self.weights if self.is_direct else super().change(start)
@@ -271,11 +273,10 @@ class NativeBlock(VectorisedBlock):
     ) -> None:
         engine, (_, _, numbers) = self.engine, samples
         batch = 0 if numbers is None else max(sizes)
-        held = {"weights": self.weights, **state}.items()
-        begin = {n: self.firsts[v.data_ptr()][1] for n, v in held if v.data_ptr() in self.firsts}
+        firsts = {name: value for name, (_, value) in self.firsts.items()}
         own = {name: value[rows] for name, value in state.items()}
         steps = engine.program.steps(
-            rule, self.weights[rows], own, sizes, *samples, losses[rows], lr, decay, begin
+            rule, self.weights[rows], own, sizes, *samples, losses[rows], lr, decay, firsts
         )
         hands = range(min(engine.hands.count, len(losses[rows])))
         engine.hands.work([partial(steps, *engine.room(hand, state, batch)) for hand in hands])
