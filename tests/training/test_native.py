@@ -27,7 +27,8 @@ from prefed.rules.rule import in_c
 from prefed.rules.sgd import SGD
 from prefed.rules.spectral import Spectral
 from prefed.training.engines import native_program, native_writing
-from prefed.training.engines.native import Native, NativeBlock
+from prefed.training.engines.native import Native
+from prefed.training.engines.native_block import NativeBlock
 from prefed.training.engines.native_program import Program
 from prefed.training.engines.native_writing import Vectors
 from tests.helpers.engine_runs import batchnorm, run, same
