@@ -90,7 +90,7 @@ class FederatedData:
         self._sizes, self._test_sizes = np.full((2, len(self.clients)), -1)
         """Samples of each client, where they are known."""
         self._held: dict[tuple[str, int], tuple[Any, Samples]] = {}
-        """What was made of the arrays of some clients, which are what they were then."""
+        """What was made of the arrays of some clients, in the memory of these."""
         self._looked_at = np.zeros(len(self.clients), dtype=bool)
         """Clients that were made on demand and are as `check` was told."""
         self._look: Callable[[str, Samples], None] | None = None

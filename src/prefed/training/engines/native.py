@@ -163,7 +163,8 @@ class Native(Vectorised):
         """What a hand works in: memory for the vectors of a client that is taking its steps, and
         for a pass."""
         while hand >= len(self.rooms):
-            self.rooms.append((self.task.flat.weights.new_empty(0), self.program.scratch()))
+            scratch = self.program.scratch() if self.rooms else self.scratch
+            self.rooms.append((self.task.flat.weights.new_empty(0), scratch))
         vectors, scratch = self.rooms[hand]
         if len(vectors) < (needed := self.program.room(state, batch)):
             vectors = vectors.new_empty(needed)

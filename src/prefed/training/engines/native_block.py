@@ -78,7 +78,8 @@ class NativeBlock(VectorisedBlock):
             super().begin_at(name, rows, value)
 
     def change(self, start: Tensor) -> Tensor:
-        return self.weights if self.is_direct else super().change(start)
+        begun = self.is_direct and "weights" in self.firsts
+        return self.weights if begun else super().change(start)
 
     def run_steps(self, algorithm: Algorithm, rule: Rule, state: State, lr: float) -> Tensor:
         lines = in_c(rule) if self.engine.steps_in_c(algorithm) else None
